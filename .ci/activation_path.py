@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from bench_runtime import Multiplication
 
-from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
@@ -103,12 +102,12 @@ def main() -> None:
     sys.setprofile(record)
     endpoints = [
         ZmqEndpoint(
-            identity=PeerIdentity(1, 1, stage, "path"),
-            bind="127.0.0.1:0",
-            advertise=None,
-            shaping=Shaping(),
-            peer_timeout_s=20.0,
-            heartbeat_s=19.0,
+            PeerIdentity(1, 1, stage, "path"),
+            EndpointSettings(
+                bind="127.0.0.1:0",
+                peer_timeout_s=20.0,
+                heartbeat_s=19.0,
+            ),
         )
         for stage in (0, 1)
     ]

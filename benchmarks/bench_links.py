@@ -20,13 +20,13 @@ from multiprocessing.connection import Connection
 import torch
 from harness import Table, main, repeat, spread
 
-from tahq.comm.group.rendezvous import GroupSpec, open_group
+from tahq.comm.group.transport import GroupSpec, open_group
 from tahq.comm.keys import KeyPair, new_key_pair
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 
 RATES_MBIT = (20, 100, 300, 1000)
 DELAYS_MS = (5, 20, 100)
@@ -64,13 +64,14 @@ class Transfer:
 
 def open_endpoint(stage: int, stream: Stream) -> ZmqEndpoint:
     return ZmqEndpoint(
-        identity=PeerIdentity(1, 1, stage, "bench"),
-        bind="127.0.0.1:0",
-        advertise=None,
-        shaping=stream.shaping,
-        peer_timeout_s=20.0,
-        heartbeat_s=2.0,
-        keys=stream.keys[stage] if stream.keys else None,
+        PeerIdentity(1, 1, stage, "bench"),
+        EndpointSettings(
+            bind="127.0.0.1:0",
+            shaping=stream.shaping,
+            peer_timeout_s=20.0,
+            heartbeat_s=2.0,
+            keys=stream.keys[stage] if stream.keys else None,
+        ),
     )
 
 

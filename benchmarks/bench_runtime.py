@@ -23,9 +23,8 @@ from types import SimpleNamespace
 import torch
 from harness import Table, launch, main
 
-from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
@@ -84,12 +83,12 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
     """One process: connect to the neighbours as the parent says, take the steps, report."""
     torch.set_num_threads(1)
     endpoint = ZmqEndpoint(
-        identity=PeerIdentity(1, 1, stage, "bench"),
-        bind="127.0.0.1:0",
-        advertise=None,
-        shaping=Shaping(),
-        peer_timeout_s=20.0,
-        heartbeat_s=4.0,
+        PeerIdentity(1, 1, stage, "bench"),
+        EndpointSettings(
+            bind="127.0.0.1:0",
+            peer_timeout_s=20.0,
+            heartbeat_s=4.0,
+        ),
     )
     pipe.send(endpoint.address)
     addresses = pipe.recv()

@@ -1,7 +1,8 @@
-"""`links:` and `hosts:` of cluster.yaml."""
+"""`links:` and `hosts:` of cluster.yaml, and the shaping of each stage's host that follows from them."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,8 @@ from pydantic import (
 )
 
 from tahq.comm.keys import parse_public_key
-from tahq.comm.link.sending_order import First
-from tahq.comm.link.spec import MAX_CONNECTIONS
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import MAX_CONNECTIONS, First
 from tahq.comm.network_config import (
     BackendName,
     CongestionControl,
@@ -36,6 +37,8 @@ from tahq.comm.network_config import (
     listed,
     matching,
 )
+from tahq.comm.network_model import GOODPUT_SHARE
+from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND, Rate, Section, Size, parse_rate, write_rate
 
 LinkTransport = Literal["zmq", "gloo", "nccl"]
@@ -55,10 +58,6 @@ def _dialled_host_port(text: str) -> str:
     if _host_port(text).rpartition(":")[2].strip("0") == "":
         raise ValueError(f"peers dial this address, so it needs the real port; got {text!r}")
     return text
-
-
-def _advertised(text: str) -> str:
-    return text if text == "none" else _dialled_host_port(text)
 
 
 HostPort = Annotated[str, AfterValidator(_host_port)]
@@ -214,7 +213,7 @@ class MachineConfig(Section):
     """More arguments for ssh, such as ["-p", "2222"]."""
     bind: HostPort = "0.0.0.0:0"
     """Address and port that its worker listens on; port 0: any free port."""
-    advertise: Annotated[str, AfterValidator(_advertised)] | None = None
+    advertise: Literal["none"] | DialledHostPort | None = None
     """host:port that neighbours dial, if it differs (a port forwarded by a router); `none`: this
     host can only dial out. None: address and the bound port."""
     device: Device = "auto"
@@ -253,3 +252,96 @@ Hosts = Annotated[
     Discriminator(_kind_of_hosts),
 ]
 """`local`, `namespaces`, or the machines; discriminated by type, so that errors name the right one."""
+
+
+# The shaping of a host
+
+_ORDERED_CAP = "95%"
+"""Cap of an uplink whose order of sending is to be kept. That order (`links.first`) holds only among frames that wait
+in the worker; TCP shares an uplink among those that it already has. So where another order than the default is wanted
+and the rate is known, the uplink is capped a little below it, as routers do to keep the queue to themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """A host's rates in bits per second of tahq's own bytes; None: not known."""
+
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+
+
+def host_shaping(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Shaping:
+    """The limits that the worker of a stage enforces between its sessions and its sockets; `links` has no profile.
+
+    A cap that is a share refers to `links.rate` where the workers imitate it, to the rates of the stage's host under
+    ``hosts: namespaces``, or to a measured rate (`with_measured_rates`).
+
+    Raises:
+        ConfigError: a cap is a share, and the host's rate is unknown, or so low that the cap would be below the least.
+    """
+    is_imitated = hosts != "namespaces"
+    rates = HostRates(links.rate, links.rate)
+    if not is_imitated:
+        host = links.network(num_stages).hosts[host_names(num_stages)[stage]]
+        rates = HostRates(host.up and GOODPUT_SHARE * host.up, host.down and GOODPUT_SHARE * host.down)
+    own = hosts[stage] if isinstance(hosts, list) else None
+    caps = _caps(links, own, rates, is_imitated)
+    return Shaping(
+        links.rate if is_imitated else None,
+        links.delay if is_imitated else 0.0,
+        links.piece,
+        *(_known(name, cap, rate, own, stage) for name, (cap, rate) in caps.items()),
+    )
+
+
+def with_measured_rates(
+    links: LinksConfig, hosts: Sequence[MachineConfig], rates: Sequence[HostRates]
+) -> list[MachineConfig]:
+    """The machines of a `hosts:` list, with shares of measured rates replaced by rates; other shares stay.
+
+    `rates` are goodputs of TCP.
+
+    Raises:
+        ConfigError: a share of a rate is below the least cap.
+    """
+    machines = []
+    for stage, (host, of_host) in enumerate(zip(hosts, rates, strict=True)):
+        known = {
+            name: _known(name, cap, rate, host, stage)
+            for name, (cap, rate) in _caps(links, host, of_host, True).items()
+            if cap is not None and not (rate is None and isinstance(cap, str))
+        }
+        machines.append(host.model_copy(update=known))
+    return machines
+
+
+def _caps(
+    links: LinksConfig, own: MachineConfig | None, rates: HostRates, is_imitated: bool
+) -> dict[str, tuple[float | str | None, float | None]]:
+    """The cap of a host's uplink and of its downlink, each with the rate that a share refers to."""
+    up, down = rates.up_bits_per_s, rates.down_bits_per_s
+    cap_up = (own.cap_up if own else None) or links.cap_up
+    is_shaped = is_imitated and links.rate is not None
+    if cap_up is None and links.first != "oldest" and up is not None and not is_shaped:
+        ordered = cap_bits_per_s(_ORDERED_CAP, up)
+        cap_up = _ORDERED_CAP if ordered is not None and ordered >= LEAST_CAP_BITS_PER_S else None
+    return {"cap_up": (cap_up, up), "cap_down": ((own.cap_down if own else None) or links.cap_down, down)}
+
+
+def _known(
+    name: str, cap: float | str | None, rate_bits_per_s: float | None, own: MachineConfig | None, stage: int
+) -> float | None:
+    """A cap in bits per second."""
+    if cap is None:
+        return None
+    key = f"hosts.{stage}.{name}" if own is not None and getattr(own, name) is not None else f"links.{name}"
+    bits_per_s = cap_bits_per_s(cap, rate_bits_per_s)
+    if bits_per_s is None:
+        raise ConfigError(
+            f"{key}: {cap} is a share of a rate, and that of stage {stage}'s host is not known; measure it with "
+            f"tahq measure, or give the cap as a rate, such as 20mbit"
+        )
+    if bits_per_s < LEAST_CAP_BITS_PER_S:
+        got, least = write_rate(float(f"{bits_per_s:.3g}")), write_rate(LEAST_CAP_BITS_PER_S)
+        raise ConfigError(f"{key}: {cap} of the rate of stage {stage}'s host is {got}; expected at least {least}")
+    return bits_per_s

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from tahq.comm.link.frame import HEADER_NBYTES
-from tahq.comm.link.sending_order import First
+from tahq.comm.link.spec import First
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.quant import get_codec
 

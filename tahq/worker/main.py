@@ -30,8 +30,7 @@ from tahq.comm.control.messages import (
     Ready,
     Start,
 )
-from tahq.comm.group.rendezvous import GroupSpec, open_group
-from tahq.comm.group.transport import GroupTransport
+from tahq.comm.group.transport import GroupSpec, GroupTransport, open_group
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
 from tahq.comm.zmq.endpoint import ZmqEndpoint

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
+from tahq.comm.config import host_shaping
 from tahq.comm.control.messages import Assign, LinkState, Message, NotKept
-from tahq.comm.host_shaping import host_shaping
 from tahq.comm.keys import Credentials
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.inbound import memory_for
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.addresses import format_address, local_address_towards
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.comm.zmq.endpoint_loop import Trouble
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import TahqError, UserError
@@ -76,19 +76,21 @@ def open_endpoint(
 
     bind, advertise = listening_addresses(options, config, stage)
     return ZmqEndpoint(
-        identity=PeerIdentity(assign.run_id, 0, stage, assign.config_hash),
-        bind=bind,
-        advertise=advertise,
-        shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.stages),
-        peer_timeout_s=config.run.peer_timeout,
-        heartbeat_s=config.run.peer_timeout / 5,
-        give_up_s=config.run.give_up,
-        first=config.links.first,
-        connections=config.links.connections,
-        allocate=memory_for(device),
-        keys=options.credentials.own if options.credentials is not None else None,
-        on_trouble=on_trouble,
-        frame_log=_frame_logs(config, stage, lambda link, reason: report(NotKept(stage, link, reason))),
+        PeerIdentity(assign.run_id, 0, stage, assign.config_hash),
+        EndpointSettings(
+            bind=bind,
+            advertise=advertise,
+            shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.stages),
+            peer_timeout_s=config.run.peer_timeout,
+            heartbeat_s=config.run.peer_timeout / 5,
+            give_up_s=config.run.give_up,
+            first=config.links.first,
+            connections=config.links.connections,
+            allocate=memory_for(device),
+            keys=options.credentials.own if options.credentials is not None else None,
+            on_trouble=on_trouble,
+            frame_log=_frame_logs(config, stage, lambda link, reason: report(NotKept(stage, link, reason))),
+        ),
     )
 
 

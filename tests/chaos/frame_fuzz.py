@@ -20,8 +20,7 @@ from random import Random
 import torch
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
-from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, FrameKind, LogicalId, Purpose
-from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, FrameKind, LogicalId, Outgoing, Purpose
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits, UnexpectedBound
 from tahq.comm.link.transitions import End

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 
 RUN = 77
 
@@ -47,15 +46,8 @@ def make_endpoint() -> Iterator[Callable[..., ZmqEndpoint]]:
     def make(
         stage: int, *, epoch: int = 1, config_hash: str = "c0ffee", run_id: int = RUN, **changes: Any
     ) -> ZmqEndpoint:
-        settings: dict[str, Any] = {
-            "bind": "127.0.0.1:0",
-            "advertise": None,
-            "shaping": Shaping(),
-            "peer_timeout_s": 5.0,
-            "heartbeat_s": 0.5,
-        }
-        identity = PeerIdentity(run_id, epoch, stage, config_hash)
-        endpoints.append(ZmqEndpoint(identity=identity, **(settings | changes)))
+        settings = EndpointSettings(**{"bind": "127.0.0.1:0", "peer_timeout_s": 5.0, "heartbeat_s": 0.5} | changes)
+        endpoints.append(ZmqEndpoint(PeerIdentity(run_id, epoch, stage, config_hash), settings))
         return endpoints[-1]
 
     yield make

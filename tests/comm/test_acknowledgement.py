@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.link.acknowledgement import MAX_TIMES, Acknowledgement, Arrivals, unpack_acknowledgement
+from tahq.comm.link.signals import MAX_TIMES, Acknowledgement, Arrivals, unpack_acknowledgement
 from tahq.errors import RemoteProtocolError
 
 TIMES = st.integers(0, 2**50).map(lambda ticks: ticks / 1e6)

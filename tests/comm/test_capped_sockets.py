@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.reception import LinkSockets
+from tahq.comm.zmq.transport import LinkSockets
 
 pytestmark = pytest.mark.serial
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tahq.comm.group.gloo_path import PART_NBYTES
-from tahq.comm.group.rendezvous import GroupSpec, open_group
+from tahq.comm.group.paths import PART_NBYTES
+from tahq.comm.group.transport import GroupSpec, open_group
 from tahq.comm.link.frame import Direction, Frame
 from tahq.comm.link.spec import PeerIdentity
 from tahq.errors import ConfigError, LocalProtocolError, PeerLostError, RemoteProtocolError
@@ -21,13 +21,11 @@ PEER_TIMEOUT_S = 1.0
 NEIGHBOUR = """
 import sys, time
 import torch
-from tahq.comm.group.rendezvous import GroupSpec, open_group
+from tahq.comm.group.transport import GroupSpec, open_group
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 identity = PeerIdentity(77, 1, 2, "c0ffee")
-endpoint = ZmqEndpoint(identity=identity, bind="127.0.0.1:0", advertise=None, shaping=Shaping(), peer_timeout_s=60.0,
-                       heartbeat_s=0.2)
+endpoint = ZmqEndpoint(identity, EndpointSettings(bind="127.0.0.1:0", peer_timeout_s=60.0, heartbeat_s=0.2))
 control = endpoint.open_link(1, 1, "parent", sys.argv[1])
 endpoint.wait_connected(60.0)
 link = open_group(control, GroupSpec("gloo", identity, sys.argv[1], torch.device("cpu"), 60.0))

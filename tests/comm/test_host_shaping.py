@@ -2,8 +2,7 @@
 
 import pytest
 
-from tahq.comm.config import LinksConfig, MachineConfig, parse_cap
-from tahq.comm.host_shaping import HostRates, host_shaping, with_measured_rates
+from tahq.comm.config import HostRates, LinksConfig, MachineConfig, host_shaping, parse_cap, with_measured_rates
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.network_model import GOODPUT_SHARE as GOODPUT
 from tahq.errors import ConfigError

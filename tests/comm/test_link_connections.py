@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
-from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
+from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Outgoing, Purpose, pack_header, unpack_header
 from tahq.comm.link.inbound import Resequencer
-from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.comm.link.transitions import End

@@ -21,10 +21,9 @@ STARTED_WITHIN_S = 60.0
 NEIGHBOUR = """
 import sys, time
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.endpoint import ZmqEndpoint
-endpoint = ZmqEndpoint(identity=PeerIdentity(77, 1, 2, "c0ffee"), bind="127.0.0.1:0", advertise=None,
-                       shaping=Shaping(), peer_timeout_s=60.0, heartbeat_s=0.2)
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
+settings = EndpointSettings(bind="127.0.0.1:0", peer_timeout_s=60.0, heartbeat_s=0.2)
+endpoint = ZmqEndpoint(PeerIdentity(77, 1, 2, "c0ffee"), settings)
 endpoint.open_link(1, 1, "parent", sys.argv[1])
 endpoint.wait_connected(60.0)
 print("connected", flush=True)

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.link.acknowledgement import Acknowledgement
-from tahq.comm.link.frame import HEADER_NBYTES, Direction, FrameKind, pack_header, unpack_header
-from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.frame import HEADER_NBYTES, Direction, FrameKind, Outgoing, pack_header, unpack_header
 from tahq.comm.link.session import Session
+from tahq.comm.link.signals import Acknowledgement
 from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError

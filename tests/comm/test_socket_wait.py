@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from tahq.comm.zmq.rate_limited_log import RateLimitedLog
+from tahq.comm.zmq.monitor import RateLimitedLog
 from tahq.comm.zmq.socket_wait import WaitSet, Waker, take_messages
 from tahq.comm.zmq.sockets import ENOUGH, raise_descriptor_limit
 

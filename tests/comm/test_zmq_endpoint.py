@@ -20,7 +20,7 @@ from tahq.comm.link.frame import Direction, FrameHeader, FrameKind, pack_header
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.zmq import reception
+from tahq.comm.zmq import transport
 from tahq.comm.zmq.sockets import open_router
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
 
@@ -180,7 +180,7 @@ def test_garbage_from_strangers_is_dropped_with_a_line_in_the_log(make_endpoint,
     while "stranger" not in caplog.text and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert "dropped a message: a stranger at 127.0.0.1" in caplog.text
-    assert not receiver._end.session.inbound.has_early
+    assert not receiver.end.session.inbound.has_early
 
 
 def test_known_peer_that_breaks_the_protocol_fails_its_link_alone(make_endpoint, make_frame, stranger):
@@ -239,7 +239,7 @@ def test_sending_more_than_the_bound_is_our_own_error(make_endpoint, make_frame,
     link = lower.open_link(1, 2, "upper", "")
     link.send(make_frame(200_000))
     deadline_s = time.monotonic() + SOON_S
-    while link._end.session.outbound.nbytes == 0 and time.monotonic() < deadline_s:
+    while link.end.session.outbound.nbytes == 0 and time.monotonic() < deadline_s:
         time.sleep(0.001)
     with pytest.raises(LocalProtocolError, match="200 kB are queued already"):
         link.send(make_frame(1, micro_batch=1))
@@ -350,7 +350,7 @@ def test_frame_kept_for_later_keeps_its_bytes(make_endpoint, make_frame):
 
 
 def test_address_that_cannot_be_reached_is_in_the_log_of_both_ends_soon(make_endpoint, monkeypatch, caplog):
-    monkeypatch.setattr(reception, "_LATE_S", 0.3)
+    monkeypatch.setattr(transport, "_LATE_S", 0.3)
     lower, upper = make_endpoint(0, bind=""), make_endpoint(1)
     lower.open_link(0, 1, "host1", "127.0.0.1:9")
     upper.open_link(0, 0, "host0", "")
@@ -366,7 +366,7 @@ def test_address_that_cannot_be_reached_is_in_the_log_of_both_ends_soon(make_end
 
 
 def test_coordinator_that_cannot_be_reached_is_in_the_log_soon(monkeypatch, caplog):
-    monkeypatch.setattr(reception, "_LATE_S", 0.3)
+    monkeypatch.setattr(transport, "_LATE_S", 0.3)
     client = ControlClient("127.0.0.1:9", "stage 1", shaping=Shaping(), peer_timeout_s=5.0, heartbeat_s=1.0)
     deadline_s = time.monotonic() + 10.0
     while not caplog.records and time.monotonic() < deadline_s:

@@ -16,12 +16,12 @@ import torch
 from support.inproc_transport import InprocPair, VirtualClock
 
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
-from tahq.comm.group.rendezvous import Backend, GroupSpec, open_group
+from tahq.comm.group.transport import Backend, GroupSpec, open_group
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity, SessionLimits
 from tahq.comm.transport import Transport
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 RUN = 5
@@ -63,13 +63,14 @@ class ZmqHarness:
 
     def _endpoint(self, stage: int) -> ZmqEndpoint:
         return ZmqEndpoint(
-            identity=PeerIdentity(RUN, 1, stage, "hash"),
-            bind="127.0.0.1:0",
-            advertise=None,
-            shaping=Shaping(piece_nbytes=PIECE_NBYTES),
-            peer_timeout_s=PEER_TIMEOUT_S,
-            heartbeat_s=PEER_TIMEOUT_S / 5,
-            connections=self.connections,
+            PeerIdentity(RUN, 1, stage, "hash"),
+            EndpointSettings(
+                bind="127.0.0.1:0",
+                shaping=Shaping(piece_nbytes=PIECE_NBYTES),
+                peer_timeout_s=PEER_TIMEOUT_S,
+                heartbeat_s=PEER_TIMEOUT_S / 5,
+                connections=self.connections,
+            ),
         )
 
     def vanish_lower(self) -> None:

@@ -6,7 +6,7 @@ import yaml
 from support.cluster_files import EXAMPLES, LEAST, ClusterFile
 from support.runs import tiny
 
-from tahq.comm.host_shaping import host_shaping
+from tahq.comm.config import host_shaping
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, dump_yaml, load_config
 from tahq.errors import ConfigError

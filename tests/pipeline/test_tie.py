@@ -6,9 +6,8 @@ from contextlib import closing
 import torch
 from torch.nn import Parameter
 
-from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
 from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
@@ -39,12 +38,12 @@ def test_a_stage_in_the_middle_does_nothing():
 
 def open_endpoint(stage: int) -> ZmqEndpoint:
     return ZmqEndpoint(
-        identity=PeerIdentity(77, 1, stage, "tie"),
-        bind="127.0.0.1:0",
-        advertise=None,
-        shaping=Shaping(),
-        peer_timeout_s=10.0,
-        heartbeat_s=1.0,
+        PeerIdentity(77, 1, stage, "tie"),
+        EndpointSettings(
+            bind="127.0.0.1:0",
+            peer_timeout_s=10.0,
+            heartbeat_s=1.0,
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_problems import cluster, host, model, random_problem
 
-from tahq.comm.link.sending_order import First
+from tahq.comm.link.spec import First
 from tahq.errors import UserError
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import validate

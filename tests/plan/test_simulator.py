@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.comm.link.frame import Direction
-from tahq.comm.link.sending_order import First
+from tahq.comm.link.spec import First
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule

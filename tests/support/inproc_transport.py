@@ -8,14 +8,14 @@ thread. A side can `vanish` as if its process were killed, and messages can be l
 import math
 from typing import Protocol
 
-from tahq.comm.inbox import Inbox
-from tahq.comm.link.frame import CPU, Frame, LogicalId, check_sendable
-from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.frame import CPU, Frame, LogicalId, Outgoing, check_sendable
+from tahq.comm.link.outbound import LinkCounter
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
-from tahq.comm.transport import LinkCounter, LinkStats
+from tahq.comm.transport import LinkStats
+from tahq.comm.zmq.socket_wait import Inbox
 from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 
 
@@ -117,7 +117,9 @@ class InprocTransport:
 
     def take_stats(self) -> list[LinkStats]:
         """What was sent since the last call."""
-        return self._counter.take_session(self._session, self._clock())
+        outbound = self._session.outbound
+        times = (outbound.take_piece_times(), self._session.heartbeats.recent)
+        return self._counter.take(outbound.busy, outbound.sending, self._clock(), *times)
 
     def close(self) -> None:
         """Send what is queued, say BYE; moves the clock until the peer has it. Safe to call twice."""

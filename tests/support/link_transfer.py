@@ -13,7 +13,7 @@ import torch
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 
 NBYTES = 600_000
 SOON_S = 30.0
@@ -21,13 +21,14 @@ SOON_S = 30.0
 
 def open_endpoint(stage: int, bind: str, connections: int) -> ZmqEndpoint:
     return ZmqEndpoint(
-        identity=PeerIdentity(1, connections, stage, "test"),
-        bind=bind,
-        advertise=None,
-        shaping=Shaping(piece_nbytes=16 * 1024),
-        peer_timeout_s=20.0,
-        heartbeat_s=2.0,
-        connections=connections,
+        PeerIdentity(1, connections, stage, "test"),
+        EndpointSettings(
+            bind=bind,
+            shaping=Shaping(piece_nbytes=16 * 1024),
+            peer_timeout_s=20.0,
+            heartbeat_s=2.0,
+            connections=connections,
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Two sessions that have met, for tests that carry their messages."""
 
 from tahq.comm.control.client import CONTROL_IDENTITY
-from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.frame import Outgoing
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from tahq.comm.host_shaping import host_shaping
-from tahq.comm.link.sending_order import First
+from tahq.comm.config import host_shaping
+from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tahq.comm.config import host_shaping
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
-from tahq.comm.host_shaping import host_shaping
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.config.cluster import ClusterConfig

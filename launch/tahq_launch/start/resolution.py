@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tahq.comm.host_shaping import HostRates, host_shaping, with_measured_rates
+from tahq.comm.config import HostRates, host_shaping, with_measured_rates
 from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig

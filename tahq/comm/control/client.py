@@ -27,7 +27,6 @@ from tahq.comm.control.messages import (
     Snapshotted,
     StartOver,
 )
-from tahq.comm.inbox import Inbox
 from tahq.comm.keys import Credentials
 from tahq.comm.link.frame import Channel
 from tahq.comm.link.session import PeerForgotError, Session
@@ -37,7 +36,7 @@ from tahq.comm.link.transitions import End
 from tahq.comm.zmq.addresses import dial_endpoint
 from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, who_listens
 from tahq.comm.zmq.endpoint_loop import EndpointLoop
-from tahq.comm.zmq.socket_wait import Socket
+from tahq.comm.zmq.socket_wait import Inbox, Socket
 from tahq.comm.zmq.sockets import open_dealer
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, StartOverError, TahqError

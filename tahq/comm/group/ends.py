@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from tahq.comm.group.gloo_path import PayloadPath
+from tahq.comm.group.paths import PayloadPath
 from tahq.comm.link.frame import (
     HEADER_NBYTES,
     Frame,
@@ -47,7 +47,7 @@ class GroupMessage(IntEnum):
     """The first byte of a message on the control channel of a link."""
 
     ADDRESS = 0
-    """Where the sender's end of the group is (see rendezvous.py)."""
+    """Where the sender's end of the group is (see transport.py)."""
     ANNOUNCE = 1
     """I have this frame."""
     SEND = 2
@@ -165,8 +165,7 @@ class GroupSender:
 
     def _count(self, frame: Frame, number: int) -> None:
         with self._lock:
-            change = self.busy.start if number > 0 else self.busy.stop
-            change(frame.id, time.monotonic())
+            self.busy.change(frame.id, number, time.monotonic())
             self.queued_nbytes += number * frame.payload.numel()
 
 

@@ -97,6 +97,23 @@ class Frame:
     shard: int = 0
 
 
+class Outgoing(NamedTuple):
+    """A message for the wire, over one of the link's connections.
+
+    `ready_s` is since when it could have been sent, had the wire been free.
+    """
+
+    header: bytes
+    payload: memoryview | bytes
+    ready_s: float
+    connection: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both parts; the framing of ZMQ, TCP and IP is not counted."""
+        return len(self.header) + len(self.payload)
+
+
 CPU = torch.device("cpu")
 MAGIC = b"TAHQ"
 HEADER_VERSION = 3

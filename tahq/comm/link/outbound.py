@@ -1,38 +1,59 @@
-"""The sending half of a session: frames are queued, cut into numbered pieces, sent and acknowledged.
+"""The sending half of a session: frames are queued, cut into numbered pieces, sent, acknowledged and counted.
 
 A piece gets its sequence number when it is taken for the wire, so the number of the last piece taken is the number of
 the last one on its way. The frames of a lane (control, forward, backward, files) go out in the order queued, the pieces
 of one without another's between them; pieces of different lanes may alternate. Each channel has a window: at most so
 many of its bytes are on their way unacknowledged. Queued pieces, and those that may be asked for again (`rewind`), are
 references to the caller's memory.
+
+All links of a host share its uplink. Whenever it is free the piece with the lowest rank of all links is sent, so a
+frame that goes first passes between the pieces of another: control messages, then activations and gradients in the
+order of `links.first`, then files.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from operator import add
 
-from tahq.comm.link.acknowledgement import Acknowledgement
 from tahq.comm.link.frame import (
     EVALUATING,
+    HEADER_NBYTES,
     Channel,
     Direction,
     Frame,
     FrameHeader,
     FrameKind,
     LogicalId,
+    Outgoing,
     buffer_of,
     header_of,
     pack_header,
 )
-from tahq.comm.link.sending_order import DATA_AGAIN, FILES_AGAIN, Rank, rank_of
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.link.wire_time import PieceTimes
+from tahq.comm.link.signals import Acknowledgement
+from tahq.comm.link.spec import First, LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.wire_time import HeartbeatTimes, PieceTimes
+from tahq.comm.transport import LinkStats
+
+Rank = tuple[int, float]
+"""Priority class and time since when it has been waiting (s); the lowest goes first."""
+_PREFERRED = {"oldest": None, "activations": Direction.FORWARD, "gradients": Direction.BACKWARD}
+_CONTROL, _DATA, _OTHER_DATA, _FILES = -1, 0, 1, 2
+FAREWELL: Rank = (-2, 0.0)
+"""The rank of a BYE, which comes after all frames of its own link and need not wait for those of others."""
 
 _MAX_PIECES_KEPT = 1 << 16
 """Times of acknowledged pieces that were not taken yet; older ones are forgotten."""
 _NO_TIMES = Acknowledgement()
+
+
+def rank_of(direction: Direction, queued_s: float, first: First, channel: Channel = Channel.DATA) -> Rank:
+    """The rank of a frame that was queued at `queued_s`."""
+    if channel is Channel.DATA:
+        preferred = _PREFERRED[first]
+        return (_DATA if preferred is None or direction is preferred else _OTHER_DATA, queued_s)
+    return (_CONTROL if channel is Channel.CONTROL else _FILES, queued_s)
 
 
 class BusyClocks:
@@ -45,15 +66,8 @@ class BusyClocks:
         self._state: dict[Direction, tuple[int, float, float]] = dict.fromkeys(Direction, (0, 0.0, 0.0))
         """Number outstanding, seconds before the last change, time of that change."""
 
-    def start(self, id: LogicalId, now_s: float) -> None:
-        """One more item of this frame is outstanding."""
-        self._change(id, 1, now_s)
-
-    def stop(self, id: LogicalId, now_s: float) -> None:
-        """One item less is."""
-        self._change(id, -1, now_s)
-
-    def _change(self, id: LogicalId, by: int, now_s: float) -> None:
+    def change(self, id: LogicalId, by: int, now_s: float) -> None:
+        """So many more items of this frame are outstanding."""
         if id.purpose not in EVALUATING:
             number, total_s, since_s = self._state[id.direction]
             total_s += max(0.0, now_s - since_s) if number else 0.0
@@ -63,6 +77,64 @@ class BusyClocks:
         """Seconds until now during which anything was outstanding."""
         number, total_s, since_s = self._state[direction]
         return total_s + max(0.0, now_s - since_s) if number else total_s
+
+
+class LinkCounter:
+    """Counts frames by direction; used by the thread that sends.
+
+    Args:
+        link: its number.
+        piece_nbytes: the longest payload that one header goes with; None: a frame has one header, whatever its length.
+        header_nbytes: of each header.
+    """
+
+    def __init__(self, link: int, piece_nbytes: int | None, header_nbytes: int = HEADER_NBYTES) -> None:
+        self._link = link
+        self._piece_nbytes = piece_nbytes
+        self._header_nbytes = header_nbytes
+        self._counts = dict.fromkeys(Direction, (0, 0, 0, 0))
+        """Frames, payload bytes, bytes on the wire, elements since the last `take`."""
+        self._taken_s = dict.fromkeys(Direction, (0.0, 0.0))
+        """Busy and sending seconds until the last `take`."""
+
+    def count(self, frame: Frame) -> None:
+        """A frame was sent; those of evaluations are in no step's figures."""
+        id, nbytes = frame.id, frame.payload.numel()
+        if id.purpose in EVALUATING:
+            return
+        pieces = 1 if self._piece_nbytes is None else max(1, -(-nbytes // self._piece_nbytes))
+        own = (1, nbytes, nbytes + self._header_nbytes * pieces, math.prod(frame.shape))
+        frames, payload, wire, elements = map(add, self._counts[id.direction], own)
+        self._counts[id.direction] = (frames, payload, wire, elements)
+
+    def take(
+        self,
+        busy: BusyClocks,
+        sending: BusyClocks,
+        now_s: float,
+        pieces: Sequence[PieceTimes] = (),
+        heartbeats: tuple[HeartbeatTimes, ...] = (),
+    ) -> list[LinkStats]:
+        """Figures since the last call, one entry per direction in which something was sent, or acknowledged.
+
+        Args:
+            busy: times in which something was queued or not acknowledged.
+            sending: times in which bytes were on their way.
+            now_s: now, by the clock of these.
+            pieces: those acknowledged since the last call, evaluations and all.
+            heartbeats: the last few that met nothing of the link on their way.
+        """
+        stats = []
+        for direction, count in self._counts.items():
+            own = tuple(piece for piece in pieces if piece.id.direction is direction)
+            if not count[0] and not own:
+                continue
+            busy_s, sending_s = busy.total_s(direction, now_s), sending.total_s(direction, now_s)
+            before_s = self._taken_s[direction]
+            times_s = (busy_s - before_s[0], sending_s - before_s[1])
+            stats.append(LinkStats(self._link, direction, *count, *times_s, own, heartbeats))
+            self._counts[direction], self._taken_s[direction] = (0, 0, 0, 0), (busy_s, sending_s)
+        return stats
 
 
 class Stripes:
@@ -98,23 +170,6 @@ class Stripes:
                 self._nbytes[connection] -= sent.popleft()[1]
 
 
-class Outgoing(NamedTuple):
-    """A message for the wire, over one of the link's connections.
-
-    `ready_s` is since when it could have been sent, had the wire been free.
-    """
-
-    header: bytes
-    payload: memoryview | bytes
-    ready_s: float
-    connection: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both parts; the framing of ZMQ, TCP and IP is not counted."""
-        return len(self.header) + len(self.payload)
-
-
 @dataclass(slots=True)
 class _SentPiece:
     """A piece on its way, or to be sent again."""
@@ -124,11 +179,6 @@ class _SentPiece:
     queued_s: float
     taken_s: float
     is_again: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether its frame ends with it."""
-        return self.header.offset + self.header.payload_nbytes == self.header.total_nbytes
 
 
 @dataclass(slots=True)
@@ -142,20 +192,16 @@ class _Queued:
 
 
 @dataclass(slots=True)
-class _Flow:
-    """One channel: its window, and the bytes on their way."""
+class _Window:
+    """One channel's window, and the bytes on their way."""
 
-    window_nbytes: int
-    in_flight_nbytes: int = 0
+    most_nbytes: int
+    used_nbytes: int = 0
     room_since_s: float = -math.inf
 
-
-@dataclass(slots=True)
-class _SendLane:
-    """Frames that go out in the order queued."""
-
-    flow: _Flow
-    frames: deque[_Queued] = field(default_factory=deque)
+    @property
+    def is_full(self) -> bool:
+        return self.used_nbytes >= self.most_nbytes
 
 
 class Outbound:
@@ -167,9 +213,9 @@ class Outbound:
         self._message_id = LogicalId.of_session(identity.run_id)
         self._piece_nbytes = limits.piece_nbytes
         self._first = limits.first
-        self._flows = [_Flow(limits.windows[channel]) for channel in Channel]
+        self._windows = [_Window(limits.windows[channel]) for channel in Channel]
         self._stripes = Stripes(limits.connections)
-        self._lanes: dict[tuple[Channel, Direction], _SendLane] = {}
+        self._lanes: defaultdict[tuple[Channel, Direction], deque[_Queued]] = defaultdict(deque)
         self._unacknowledged: deque[_SentPiece] = deque()
         self._again: deque[_SentPiece] = deque()
         """To be sent again, before anything else; their numbers follow those of `_unacknowledged`."""
@@ -193,7 +239,7 @@ class Outbound:
     @property
     def is_drained(self) -> bool:
         """Whether everything queued has been taken for the wire."""
-        return not self._again and not any(lane.frames for lane in self._lanes.values())
+        return not self._again and not any(self._lanes.values())
 
     @property
     def is_resending(self) -> bool:
@@ -207,22 +253,22 @@ class Outbound:
 
     @property
     def next_rank(self) -> Rank | None:
-        """The rank of the next piece; None if there is none, or no room for it."""
+        """The rank of the next piece; None if there is none, or no room for it.
+
+        A piece that is sent again goes before anything else of its class, since the peer waits for it.
+        """
         if self._again:
-            flow = self._flows[self._again[0].header.channel]
-            if flow.in_flight_nbytes >= flow.window_nbytes:
+            if self._windows[self._again[0].header.channel].is_full:
                 return None
             has_files_alone = all(piece.header.channel is Channel.FILES for piece in self._again)
-            return FILES_AGAIN if has_files_alone else DATA_AGAIN
+            return (_FILES if has_files_alone else _DATA, -math.inf)
         lane = self._next_lane()
-        return None if lane is None else lane.frames[0].rank
+        return None if lane is None else lane[0].rank
 
-    def _next_lane(self) -> _SendLane | None:
+    def _next_lane(self) -> deque[_Queued] | None:
         best = None
-        for lane in self._lanes.values():
-            if not lane.frames or lane.flow.in_flight_nbytes >= lane.flow.window_nbytes:
-                continue
-            if best is None or lane.frames[0].rank < best.frames[0].rank:
+        for (channel, _), lane in self._lanes.items():
+            if lane and not self._windows[channel].is_full and (best is None or lane[0].rank < best[0].rank):
                 best = lane
         return best
 
@@ -238,12 +284,13 @@ class Outbound:
 
     def limit_window(self, nbytes: int) -> None:
         """Have no more data than this on its way unacknowledged, as the receiver asks."""
-        self._flows[Channel.DATA].window_nbytes = min(self._flows[Channel.DATA].window_nbytes, nbytes)
+        window = self._windows[Channel.DATA]
+        window.most_nbytes = min(window.most_nbytes, nbytes)
 
     def queue(self, frame: Frame, now_s: float) -> None:
         """Queue a frame of data; its payload is a contiguous uint8 CPU tensor."""
         self._queue(header_of(frame, self._epoch, self._link), buffer_of(frame.payload), now_s)
-        self.busy.start(frame.id, now_s)
+        self.busy.change(frame.id, 1, now_s)
 
     def queue_message(self, channel: Channel, data: bytes, now_s: float) -> None:
         """Queue a message of another channel."""
@@ -251,12 +298,9 @@ class Outbound:
         self._queue(FrameHeader(*place, total_nbytes=len(data), channel=channel), memoryview(data), now_s)
 
     def _queue(self, header: FrameHeader, payload: memoryview, now_s: float) -> None:
-        name = (header.channel, header.id.direction)
-        lane = self._lanes.get(name)
-        if lane is None:
-            lane = self._lanes[name] = _SendLane(self._flows[header.channel])
-        rank = rank_of(header.id.direction, now_s, self._first, header.channel)
-        lane.frames.append(_Queued(header, payload, rank))
+        channel, direction = header.channel, header.id.direction
+        rank = rank_of(direction, now_s, self._first, channel)
+        self._lanes[channel, direction].append(_Queued(header, payload, rank))
         self.nbytes += len(payload)
 
     def take_piece(self, now_s: float) -> Outgoing:
@@ -269,37 +313,36 @@ class Outbound:
         lane = self._next_lane()
         if lane is None:
             raise AssertionError("no piece is queued")
-        queued = lane.frames[0]
+        queued = lane[0]
         payload = queued.payload[queued.offset : queued.offset + self._piece_nbytes]
         self.last_sequence += 1
         header = queued.header._replace(sequence=self.last_sequence, offset=queued.offset, payload_nbytes=len(payload))
         queued.offset += len(payload)
         if queued.offset == len(queued.payload):
-            lane.frames.popleft()
+            lane.popleft()
         queued_s = queued.rank[1]
         return self._send(_SentPiece(header, payload, queued_s, now_s), queued_s)
 
     def _send(self, piece: _SentPiece, ready_s: float) -> Outgoing:
         header, nbytes = piece.header, len(piece.payload)
         self._unacknowledged.append(piece)
-        flow = self._flows[header.channel]
-        flow.in_flight_nbytes += nbytes
+        window = self._windows[header.channel]
+        window.used_nbytes += nbytes
         if header.channel is Channel.DATA:
-            self.sending.start(header.id, piece.taken_s)
+            self.sending.change(header.id, 1, piece.taken_s)
         connection = self._stripes.take(header.sequence, nbytes)
         packed = pack_header(header, piece.payload)
-        return Outgoing(packed, piece.payload, max(ready_s, flow.room_since_s), connection)
+        return Outgoing(packed, piece.payload, max(ready_s, window.room_since_s), connection)
 
     def acknowledge(self, sequence: int, now_s: float, ack: Acknowledgement = _NO_TIMES) -> None:
         """The peer has everything up to and including `sequence`; `ack` says when, and over which connections."""
         self._stripes.acknowledge(ack.passed)
-        while self._unacknowledged and self._unacknowledged[0].header.sequence <= sequence:
-            piece = self._unacknowledged.popleft()
-            self._recall(piece, now_s)
-            self._forget(piece, now_s, ack.arrival_s(sequence - piece.header.sequence))
-        while self._again and self._again[0].header.sequence <= sequence:  # it has come after all
-            piece = self._again.popleft()
-            self._forget(piece, now_s, ack.arrival_s(sequence - piece.header.sequence))
+        for sent in (self._unacknowledged, self._again):  # of those to be sent again, some have come after all
+            while sent and sent[0].header.sequence <= sequence:
+                piece = sent.popleft()
+                if sent is self._unacknowledged:
+                    self._recall(piece, now_s)
+                self._forget(piece, now_s, ack.arrival_s(sequence - piece.header.sequence))
 
     def rewind(self, sequence: int, now_s: float) -> None:
         """The peer has everything up to and including `sequence`, but not all that followed: send that again."""
@@ -313,31 +356,32 @@ class Outbound:
 
     def _recall(self, piece: _SentPiece, now_s: float) -> None:
         """The piece is no longer on its way."""
-        flow = self._flows[piece.header.channel]
-        had_no_room = flow.in_flight_nbytes >= flow.window_nbytes
-        flow.in_flight_nbytes -= len(piece.payload)
-        if had_no_room and flow.in_flight_nbytes < flow.window_nbytes:
-            flow.room_since_s = now_s
+        window = self._windows[piece.header.channel]
+        was_full = window.is_full
+        window.used_nbytes -= len(piece.payload)
+        if was_full and not window.is_full:
+            window.room_since_s = now_s
         if piece.header.channel is Channel.DATA:
-            self.sending.stop(piece.header.id, now_s)
+            self.sending.change(piece.header.id, -1, now_s)
 
     def _forget(self, piece: _SentPiece, now_s: float, arrived_s: float | None) -> None:
         """The peer has the piece, or has left; without an arrival time it is in no statistics."""
-        self.nbytes -= len(piece.payload)
-        if piece.header.channel is not Channel.DATA:
+        header, nbytes = piece.header, len(piece.payload)
+        self.nbytes -= nbytes
+        if header.channel is not Channel.DATA:
             return
-        if piece.is_last:
-            self.busy.stop(piece.header.id, now_s)
+        if header.offset + nbytes == header.total_nbytes:
+            self.busy.change(header.id, -1, now_s)
         if arrived_s is not None:
             times_s = (piece.queued_s, piece.taken_s, now_s, arrived_s)
-            self._pieces.append(PieceTimes(piece.header.id, len(piece.payload), *times_s, self._epoch, piece.is_again))
+            self._pieces.append(PieceTimes(header.id, nbytes, *times_s, self._epoch, piece.is_again))
 
     def discard(self, now_s: float) -> None:
         """Forget everything: the peer will not take it."""
         for lane in self._lanes.values():
-            for queued in lane.frames:
+            for queued in lane:
                 self.nbytes -= len(queued.payload) - queued.offset
                 if queued.header.channel is Channel.DATA:
-                    self.busy.stop(queued.header.id, now_s)
-            lane.frames.clear()
+                    self.busy.change(queued.header.id, -1, now_s)
+            lane.clear()
         self.acknowledge(self.last_sequence, now_s)

@@ -16,13 +16,10 @@ when they have been heard on all.
 
 import math
 
-from tahq.comm.link.acknowledgement import Arrivals, Heartbeats, unpack_acknowledgement
-from tahq.comm.link.frame import Channel, Frame, FrameHeader, FrameKind, LogicalId
+from tahq.comm.link.frame import Channel, Frame, FrameHeader, FrameKind, LogicalId, Outgoing
 from tahq.comm.link.inbound import Allocate, Inbound, Resequencer, pageable
-from tahq.comm.link.liveness import Liveness
-from tahq.comm.link.outbound import Outbound, Outgoing
-from tahq.comm.link.sending_order import FAREWELL, Rank
-from tahq.comm.link.signals import Signals
+from tahq.comm.link.outbound import FAREWELL, Outbound, Rank
+from tahq.comm.link.signals import Arrivals, Heartbeats, Liveness, Signals, unpack_acknowledgement
 from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits, decode_text
 from tahq.comm.link.transitions import TRANSITIONS, End, Event
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
@@ -312,11 +309,11 @@ class Session:
         is_whole = self._resequencer.received >= sequence or self.local is End.CLOSED
         if reason:
             self._change(Event.FAULT, now_s, reason)
-        elif self._liveness.num_left == len(self.connections):
+        elif len(self._liveness.left) == len(self.connections):
             if is_whole:
                 self._change(Event.BYE, now_s)
             else:
-                self._liveness.forget_byes()
+                self._liveness.left.clear()  # all will say it again
 
     def _deliver(self, whole: Frame | tuple[Channel, bytes] | None) -> None:
         if isinstance(whole, Frame):

@@ -2,11 +2,13 @@
 
 import struct
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from tahq.comm.link.frame import Channel
-from tahq.comm.link.sending_order import First
 from tahq.errors import RemoteProtocolError
+
+First = Literal["oldest", "activations", "gradients"]
+"""Which data goes first: the frame that was queued first, or all of one direction, the oldest of them first."""
 
 MAX_CONNECTIONS = 16
 DEFAULT_WINDOW_NBYTES = 64 * 1024 * 1024

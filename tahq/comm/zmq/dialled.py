@@ -17,8 +17,7 @@ import zmq
 
 from tahq.comm.zmq import monitor
 from tahq.comm.zmq.addresses import parse_address
-from tahq.comm.zmq.monitor import Monitor, SocketEvent
-from tahq.comm.zmq.rate_limited_log import RateLimitedLog
+from tahq.comm.zmq.monitor import Monitor, RateLimitedLog, SocketEvent
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import HANDSHAKE_S
 from tahq.errors import UserError
@@ -157,7 +156,7 @@ class Dialled:
         if outcome is Outcome.SUCCEEDED:
             self.redial_s = math.inf
             if self._is_again:
-                self._end.reconnected(self._connection)
+                self._end.session.reconnected(self._connection)
             self._is_again = True
         elif outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
             self.redial_s = self._clock() + _REDIAL_S

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import zmq
@@ -19,13 +19,13 @@ from tahq.comm.keys import KeyPair
 from tahq.comm.link.frame import MAX_PIECE_NBYTES, Channel
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.inbound import Allocate, pageable
-from tahq.comm.link.sending_order import First
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import (
     ANY_STAGE,
     DEFAULT_WINDOW_NBYTES,
     FILES_LINK,
+    First,
     LinkHello,
     LinkSpec,
     PeerIdentity,
@@ -48,76 +48,80 @@ _HOLD_S = 3.0
 """How long a peer that has its plan already waits until this end has it too."""
 
 
-class ZmqEndpoint:
-    """Opens links and closes them; the transports it makes do the rest."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings:
+    """The address, the limits and the callbacks of an endpoint."""
 
-    def __init__(
-        self,
-        *,
-        identity: PeerIdentity,
-        bind: str,
-        advertise: str | None,
-        shaping: Shaping,
-        peer_timeout_s: float,
-        heartbeat_s: float,
-        give_up_s: float | None = None,
-        first: First = "oldest",
-        connections: int = 1,
-        allocate: Allocate = pageable,
-        keys: KeyPair | None = None,
-        on_trouble: OnTrouble | None = None,
-        frame_log: Callable[[int], FrameLog] | None = None,
-    ) -> None:
-        """Bind and start the I/O thread.
+    bind: str
+    """host:port to listen on; port 0: any free one; "": only dial out."""
+    advertise: str | None = None
+    """host:port that neighbours dial (port 0: the bound one); None: as bound; "none": this host can only dial out."""
+    shaping: Shaping = field(default_factory=Shaping)
+    """What this host's connection is held to."""
+    peer_timeout_s: float
+    heartbeat_s: float
+    give_up_s: float | None = None
+    first: First = "oldest"
+    connections: int = 1
+    """These five: see SessionLimits."""
+    allocate: Allocate = pageable
+    """Returns memory for the frames that come in."""
+    keys: KeyPair | None = None
+    """This worker's; None: no CURVE."""
+    on_trouble: OnTrouble | None = None
+    """Called, in the I/O thread, when a link becomes degraded and when it is as before."""
+    frame_log: Callable[[int], FrameLog] | None = None
+    """Makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can be replaced by
+    another process."""
 
-        Args:
-            identity: this worker's; the epoch may be set later by `set_epoch`.
-            bind: host:port to listen on; port 0 = any free one; "" = only dial out.
-            advertise: host:port that neighbours dial (port 0 = the bound one); None = as bound;
-                "none" = this host can only dial out (`address` is "").
-            shaping: what this host's connection is capped to.
-            peer_timeout_s, heartbeat_s, give_up_s, first, connections: see SessionLimits.
-            allocate: where frames that come in are put.
-            keys: this worker's; None: no CURVE.
-            on_trouble: called, in the I/O thread, when a link becomes degraded and when it is as before.
-            frame_log: makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can
-                be replaced by another process.
-
-        Raises:
-            UserError: the address is malformed or in use.
-        """
-        self._identity = identity
-        self._allocate = allocate
-        self._keys = keys
-        self._limits = SessionLimits(
-            peer_timeout_s,
-            heartbeat_s,
-            piece_nbytes=min(shaping.message_nbytes, MAX_PIECE_NBYTES),
-            receive_window_nbytes=shaping.receive_window_nbytes(DEFAULT_WINDOW_NBYTES),
-            first=first,
-            connections=connections,
-            give_up_s=give_up_s,
+    @property
+    def limits(self) -> SessionLimits:
+        """The limits of a session between neighbours."""
+        return SessionLimits(
+            self.peer_timeout_s,
+            self.heartbeat_s,
+            piece_nbytes=min(self.shaping.message_nbytes, MAX_PIECE_NBYTES),
+            receive_window_nbytes=self.shaping.receive_window_nbytes(DEFAULT_WINDOW_NBYTES),
+            first=self.first,
+            connections=self.connections,
+            give_up_s=self.give_up_s,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
         )
+
+
+class ZmqEndpoint:
+    """Opens links and closes them; the transports it makes do the rest.
+
+    Args:
+        identity: this worker's; the epoch may be set later by `set_epoch`.
+        settings: see EndpointSettings.
+
+    Raises:
+        UserError: the address to bind is malformed or in use.
+    """
+
+    def __init__(self, identity: PeerIdentity, settings: EndpointSettings) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._keys = settings.keys
+        self._limits = settings.limits
+        self._first_step = 0
+        self._ends: dict[int, DataEnd] = {}
+        self._transports: list[ZmqTransport] = []
+        self._aborted: Exception | None = None
+        self._is_closed = False
+        self.address = ""
+        self.files = FileStore(self._send_piece)
+        """What other workers may fetch from here."""
         # pyzmq sets up what frees zero-copy messages at the first one, unguarded against threads.
         zmq.Frame(b"\0", copy=False, copy_threshold=0)
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
-            self._reception = self._listen(bind, advertise) if bind else None
+            self._reception = self._listen(settings.bind, settings.advertise) if settings.bind else None
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        if self._reception is None:
-            self.address = ""
-        self._frame_log = frame_log
-        self._first_step = 0
-        self._ends: dict[int, DataEnd] = {}
-        self._transports: list[ZmqTransport] = []
-        self.files = FileStore(self._send_piece)
-        """What other workers may fetch from here."""
-        self._aborted: Exception | None = None
-        self._is_closed = False
-        self._loop = EndpointLoop(self._reception, shaping, on_trouble)
+        self._loop = EndpointLoop(self._reception, settings.shaping, settings.on_trouble)
         self._thread = threading.Thread(target=self._loop.run, name="tahq-io", daemon=True)
         self._thread.start()
 
@@ -156,10 +160,11 @@ class ZmqEndpoint:
             raise LocalProtocolError(f"link {link} is open already")
         self._check_key(link, peer_name, peer_key)
         spec = _spec(link, peer_stage, peer_name, dial)
-        log = self._frame_log(link) if self._frame_log is not None else None
+        make_log = self._settings.frame_log
+        log = make_log(link) if make_log is not None else None
         if log is not None:
             log.begin(self._first_step)
-        end = DataEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log, peer_key)
+        end = DataEnd(spec, Session(self._identity, spec, self._limits, self._settings.allocate), wanted, log, peer_key)
         self._loop.open(end, self._dial_all(end, dial, peer_key))
         self._ends[link] = end
         if self._aborted is not None:
@@ -183,7 +188,7 @@ class ZmqEndpoint:
         self._check_key(link, peer_name, peer_key)
         end = self._ends[link]
         spec = _spec(link, end.spec.peer_stage, peer_name, dial)
-        session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._allocate)
+        session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._settings.allocate)
         switch = partial(end.relink, spec, session, wanted, peer_key)
         self._loop.relink(end, self._dial_all(end, dial, peer_key), switch)
 
@@ -220,7 +225,7 @@ class ZmqEndpoint:
         count = self._limits.connections if address else 0
         return [self._dial(end, address, peer_key, connection) for connection in range(count)]
 
-    def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int) -> Dialled:
+    def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int = 0) -> Dialled:
         endpoint = dial_endpoint(address, str(end.spec))
         dealer = open_dealer(self._context, b"tahq", self._limits.peer_timeout_s, self._keys, peer_key)
         return Dialled(dealer, endpoint.removeprefix("tcp://"), end, connection)
@@ -261,7 +266,7 @@ class ZmqEndpoint:
             raise RemoteProtocolError(f"{source}: CURVE is on at one end and off at the other")
         spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=True, title=str(source))
         end = FetchingEnd(spec, self._files_session(spec), source.public_key, self._send_piece)
-        self._loop.open(end, [self._dial(end, source.address, source.public_key, 0)])
+        self._loop.open(end, [self._dial(end, source.address, source.public_key)])
         try:
             yield end
         finally:

@@ -16,15 +16,14 @@ from functools import partial
 
 import zmq
 
-from tahq.comm.link.frame import FrameKind, peek_kind
-from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.frame import FrameKind, Outgoing, peek_kind
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
 from tahq.comm.zmq.dialled import Dialled
-from tahq.comm.zmq.reception import Arrival, LinkSockets, Reception
+from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, take_messages
-from tahq.comm.zmq.transport import LinkEnd
+from tahq.comm.zmq.transport import Arrival, LinkEnd, LinkSockets
 from tahq.errors import RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)

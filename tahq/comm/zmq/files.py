@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tahq.comm.inbox import Inbox
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
+from tahq.comm.zmq.socket_wait import Inbox
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 

@@ -21,8 +21,7 @@ import zmq
 from tahq.comm.keys import KeyPair
 from tahq.comm.zmq import monitor
 from tahq.comm.zmq.addresses import format_address
-from tahq.comm.zmq.monitor import Monitor, SocketEvent
-from tahq.comm.zmq.rate_limited_log import RateLimitedLog
+from tahq.comm.zmq.monitor import Monitor, RateLimitedLog, SocketEvent
 from tahq.comm.zmq.socket_wait import Socket, take_messages
 from tahq.comm.zmq.sockets import HANDSHAKE_S, limit_handshakes, serve_curve
 

@@ -7,78 +7,25 @@ its plan a moment before us. All else from strangers is dropped with a line in t
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import zmq
 
 from tahq.comm.link.frame import FrameHeader, FrameKind, unpack_header
-from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.signals import pack_refusal, pack_reset
 from tahq.comm.link.spec import LinkHello, unpack_hello
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.rate_limited_log import RateLimitedLog
+from tahq.comm.zmq.monitor import RateLimitedLog
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import peer_key
-from tahq.comm.zmq.transport import LinkEnd
+from tahq.comm.zmq.transport import Arrival, LinkEnd, LinkSockets
 from tahq.errors import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
-_NOWAIT = int(zmq.NOBLOCK)
-_NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _MAX_WAITING = 64
-_LATE_S = 10.0
-"""After so long the user is told that a peer has not connected."""
-
 Accept = Callable[[bytes, LinkHello, str], LinkEnd]
 """(routing id, HELLO, public key) -> this end of a link that a peer opens; may raise RemoteProtocolError."""
-
-
-@dataclass(slots=True)
-class LinkSockets:
-    """Where a link's messages go: by connection, its own DEALER, or the shared ROUTER and a routing id there."""
-
-    end: LinkEnd
-    sockets: list[Socket]
-    is_dialled: bool
-    routes: list[bytes | None]
-    """Of a link that is dialled by the peer; None: not yet."""
-    opened_s: float
-    late_s: float = math.inf
-    """When to look whether the peer has connected; inf: that was done."""
-    in_transit: int = 0
-    """Messages that the uplink holds."""
-    is_degraded: bool = False
-    degraded_s: float = 0.0
-    """Since when it is."""
-
-    def __post_init__(self) -> None:
-        self.late_s = self.opened_s + _LATE_S
-
-    def put(self, outgoing: Outgoing) -> None:
-        """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""
-        socket = self.sockets[outgoing.connection]
-        if not self.is_dialled:
-            socket.send(self.routes[outgoing.connection] or b"", _NOWAIT_MORE)
-        socket.send(outgoing.header, _NOWAIT_MORE)
-        socket.send(outgoing.payload, _NOWAIT, copy=False)
-
-
-class Arrival(NamedTuple):
-    """A message that has come whole; the ZMQ frames keep the buffers alive."""
-
-    wire: LinkSockets
-    connection: int
-    header: zmq.Frame
-    payload: zmq.Frame
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both parts."""
-        return len(self.header) + len(self.payload)
 
 
 class Reception:

@@ -1,22 +1,25 @@
-"""Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
+"""Waiting: the I/O thread for ZMQ sockets, other threads and timers at once, other threads for the I/O thread.
 
-`zmq.Poller` counts whole milliseconds, and so do Python's `poll` and `epoll`; `select` takes no descriptor above 1023.
-So this waits with `ppoll` for an epoll that has the sockets' descriptors. Those signal edges, not levels: all sockets
-must be asked for their events after anything was done with one and before waiting, which `WaitSet.wait` does.
+The I/O thread waits to the microsecond. `zmq.Poller` counts whole milliseconds, and so do Python's `poll` and `epoll`;
+`select` takes no descriptor above 1023. So `WaitSet` waits with `ppoll` for an epoll that has the sockets' descriptors.
+Those signal edges, not levels: all sockets must be asked for their events after anything was done with one and before
+waiting, which `WaitSet.wait` does.
 """
 
 import ctypes
 import errno
 import os
+import queue
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import zmq
 
 Socket = zmq.Socket[bytes]
+Item = TypeVar("Item")
 
 _READABLE = 1
 _MAX_WAIT_S = 3600.0
@@ -151,3 +154,63 @@ class WaitSet:
         for socket in self._handlers:
             if not isinstance(socket, int):
                 socket.close(linger=linger_ms)
+
+
+class Inbox(Generic[Item]):
+    """A queue from the I/O thread to the thread that computes; it can be made to raise instead.
+
+    `get` blocks in the operating system, without polling. A failure comes after what was put before it; an abort comes
+    at once. Either stays: every later `get` raises it too. `name` begins the message of a TimeoutError.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # None wakes the waiting thread, so that it looks at the errors
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._abort: Exception | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """What `get` raises sooner or later; None while all is well."""
+        return self._abort or self._failure
+
+    def put(self, item: Item) -> None:
+        """Add an item."""
+        self._queue.put(item)
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` after everything put so far was taken; the first failure counts."""
+        self._failure = self._failure or error
+        self._queue.put(None)
+
+    def abort(self, error: Exception) -> None:
+        """Raise `error` from now on, whatever is queued; the first abort counts."""
+        self._abort = self._abort or error
+        self._queue.put(None)
+
+    def get(self, timeout_s: float | None) -> Item:
+        """The next item.
+
+        Args:
+            timeout_s: how long to wait; None = until there is one; 0 = only look.
+
+        Raises:
+            TimeoutError: there was none in time.
+            Exception: what `fail` or `abort` was given.
+        """
+        self._raise(self._abort)
+        try:
+            item = self._queue.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+        except queue.Empty:
+            raise TimeoutError(f"{self._name}: nothing came within {timeout_s} s") from None
+        self._raise(self._abort)
+        if item is None:
+            self._queue.put(None)
+            self._raise(self._failure)
+            raise AssertionError("woken without a reason")
+        return item
+
+    def _raise(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error.with_traceback(None)

@@ -5,21 +5,26 @@ fills, so nothing here can block but `recv` and `close`.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
-from tahq.comm.inbox import Inbox
-from tahq.comm.link.frame import CPU, Channel, Frame, LogicalId, check_sendable
+import zmq
+
+from tahq.comm.link.frame import CPU, Channel, Frame, LogicalId, Outgoing, check_sendable
 from tahq.comm.link.frame_log import FrameLog
+from tahq.comm.link.outbound import LinkCounter
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
-from tahq.comm.transport import LinkCounter, LinkStats
+from tahq.comm.transport import LinkStats
 from tahq.comm.zmq.dialled import Dialled, Outcome
+from tahq.comm.zmq.socket_wait import Inbox, Socket
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError
 from tahq.units import format_size
 
@@ -29,23 +34,24 @@ MAX_QUEUED_NBYTES = 4 << 30
 
 MAX_MESSAGE_NBYTES = 1024
 """Longest message on the control channel of a link."""
+_NOWAIT = int(zmq.NOBLOCK)
+_NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+_LATE_S = 10.0
+"""After this long the user is told that a peer has not connected."""
 _MAX_MESSAGES = 256
 """Messages that are kept until they are taken; a sender has at most a window of 16 frames under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which frames the peer wants of a link: all, unless one of the ends was started again.
-
-    Attributes:
-        since: first step whose training frames it lacks.
-        evaluations_since: first step whose evaluation it takes part in.
-        through: last step whose frames it has room for by now; None: there is no end.
-    """
+    """Which frames the peer wants of a link: all, unless one of the ends was started again."""
 
     since: int = 0
+    """First step whose training frames it lacks."""
     evaluations_since: int = 0
+    """First step whose evaluation it takes part in."""
     through: int | None = None
+    """Last step whose frames it has room for by now; None: there is no end."""
 
     def has(self, id: LogicalId) -> bool:
         """Whether this is one of them."""
@@ -105,13 +111,53 @@ class LinkEnd:
         """Say BYE."""
         self.session.close(time.monotonic(), reason)
 
-    def reconnected(self, connection: int) -> None:
-        """A new connection has replaced one that was lost."""
-        self.session.reconnected(connection)
-
     def note_outcome(self, outcome: Outcome, dialled: Dialled) -> None:
         """A handshake of ours has ended."""
         dialled.warn_of(outcome)
+
+
+@dataclass(slots=True)
+class LinkSockets:
+    """Where a link's messages go: by connection, its own DEALER, or the shared ROUTER and a routing id there."""
+
+    end: LinkEnd
+    sockets: list[Socket]
+    is_dialled: bool
+    routes: list[bytes | None]
+    """Of a link that is dialled by the peer; None: not yet."""
+    opened_s: float
+    late_s: float = math.inf
+    """When to look whether the peer has connected; inf: that was done."""
+    in_transit: int = 0
+    """Messages that the uplink holds."""
+    is_degraded: bool = False
+    degraded_s: float = 0.0
+    """Since when it is."""
+
+    def __post_init__(self) -> None:
+        self.late_s = self.opened_s + _LATE_S
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""
+        socket = self.sockets[outgoing.connection]
+        if not self.is_dialled:
+            socket.send(self.routes[outgoing.connection] or b"", _NOWAIT_MORE)
+        socket.send(outgoing.header, _NOWAIT_MORE)
+        socket.send(outgoing.payload, _NOWAIT, copy=False)
+
+
+class Arrival(NamedTuple):
+    """A message that has come whole; the ZMQ frames keep the buffers alive."""
+
+    wire: LinkSockets
+    connection: int
+    header: zmq.Frame
+    payload: zmq.Frame
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both parts."""
+        return len(self.header) + len(self.payload)
 
 
 class DataEnd(LinkEnd):
@@ -155,17 +201,14 @@ class DataEnd(LinkEnd):
         for frame in self.session.take_delivered():
             self.inbox.put(frame)
         for _, message in self.session.take_messages():
-            self._take(message)
+            if self.messages.qsize() < _MAX_MESSAGES:
+                self.messages.put(message)
+            elif self.inbox.error is None:
+                self.fail(RemoteProtocolError(f"{self.spec}: sent more than {_MAX_MESSAGES} messages that wait here"))
         super().publish()
         if self.session.remote is End.CLOSED and self.inbox.error is None:
             self.inbox.fail(PeerLostError(f"{self.spec}: the peer has closed it; nothing more will come"))
             self.messages.put(None)
-
-    def _take(self, message: bytes) -> None:
-        if self.messages.qsize() < _MAX_MESSAGES:
-            self.messages.put(message)
-        elif self.inbox.error is None:
-            self.fail(RemoteProtocolError(f"{self.spec}: sent more than {_MAX_MESSAGES} messages that wait here"))
 
     def fail(self, error: TahqError) -> None:
         """Deliver what has come, then the error; tell the peer."""
@@ -221,21 +264,21 @@ class ZmqTransport:
         submit: Callable[[LinkEnd | None, Callable[[], None], bool], None],
     ) -> None:
         self.link = end.spec.link
-        self._end = end
+        self.end = end
         self._counter = LinkCounter(self.link, piece_nbytes)
         self._submit = submit
         self._is_closed = False
 
     def __str__(self) -> str:
-        return str(self._end.spec)
+        return str(self.end.spec)
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive; see Transport.expect. A mistake shows at the next `recv`."""
         self._check_usable()
-        self._submit(self._end, partial(self._end.expect, id, max_nbytes), False)
+        self._submit(self.end, partial(self.end.expect, id, max_nbytes), False)
         # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
         # commands after it has kept an early frame and before it waits, and we look the other way round.
-        if self._end.session.inbound.has_early:
+        if self.end.session.inbound.has_early:
             self._submit(None, lambda: None, True)
 
     def send(self, frame: Frame) -> None:
@@ -248,62 +291,41 @@ class ZmqTransport:
         """
         check_sendable(frame)
         self._check_usable()
-        queued_nbytes = self._end.session.outbound.nbytes
+        queued_nbytes = self.end.session.outbound.nbytes
         if queued_nbytes > MAX_QUEUED_NBYTES:
             raise LocalProtocolError(
                 f"{self}: {format_size(queued_nbytes)} are queued already; the peer takes them too slowly for "
                 f"what the schedule has in flight"
             )
         self._counter.count(frame)
-        if self._end.log is not None:
-            self._end.log.append(frame)  # before it can be asked for
-        self._submit(self._end, partial(self._end.send, frame, time.monotonic()), True)
+        if self.end.log is not None:
+            self.end.log.append(frame)  # before it can be asked for
+        self._submit(self.end, partial(self.end.send, frame, time.monotonic()), True)
 
     def recv(self, timeout_s: float | None = None) -> Frame:
         """The next expected frame that is whole; see Transport.recv."""
-        return self._end.inbox.get(timeout_s)
+        return self.end.inbox.get(timeout_s)
 
     def take_stats(self) -> list[LinkStats]:
         """What was sent since the last call; see Transport.take_stats."""
-        return self._counter.take_session(self._end.session, time.monotonic())
+        session = self.end.session
+        times = (session.outbound.take_piece_times(), session.heartbeats.recent)
+        return self._counter.take(session.outbound.busy, session.outbound.sending, time.monotonic(), *times)
 
     def close(self, linger_s: float = 5.0) -> None:
         """Send what is queued, say BYE and wait up to `linger_s` until the peer has it; safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            reason = "" if self._end.inbox.error is None else str(self._end.inbox.error)
-            self._end.inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
-            self._submit(self._end, partial(self._end.close, reason), True)
-        self._end.flushed.wait(linger_s)
+            reason = "" if self.end.inbox.error is None else str(self.end.inbox.error)
+            self.end.inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
+            self._submit(self.end, partial(self.end.close, reason), True)
+        self.end.flushed.wait(linger_s)
 
     # For a transport whose frames go another way, and which has this one watch the peer; any thread may call these
 
-    @property
-    def spec(self) -> LinkSpec:
-        """The link as this end sees it."""
-        return self._end.spec
-
-    @property
-    def error(self) -> Exception | None:
-        """Why nothing more can be sent, or will be received; None while all is well."""
-        return self._end.inbox.error
-
-    def was_heard_after(self, time_s: float) -> bool:
-        """Whether the peer has given a sign of life since this time (`time.monotonic`)."""
-        return self._end.session.was_heard_after(time_s)
-
-    @property
-    def messages(self) -> "queue.SimpleQueue[bytes | None]":
-        """What the peer has sent with `say`, in order; None: no more will come."""
-        return self._end.messages
-
     def say(self, message: bytes) -> None:
         """Send the peer a message on the control channel."""
-        self._submit(self._end, partial(self._end.say, Channel.CONTROL, message), True)
-
-    def deliver(self, frame: Frame) -> None:
-        """Have `recv` return a frame that has come another way."""
-        self._end.inbox.put(frame)
+        self._submit(self.end, partial(self.end.say, Channel.CONTROL, message), True)
 
     def fail(self, error: TahqError) -> None:
         """End the link with this error: `recv` raises it after what was delivered, and the peer is told."""
@@ -311,9 +333,8 @@ class ZmqTransport:
         def give_up() -> None:
             raise error
 
-        self._submit(self._end, give_up, True)
+        self._submit(self.end, give_up, True)
 
     def _check_usable(self) -> None:
-        error = self._end.inbox.error
-        if error is not None:
-            raise error.with_traceback(None)
+        if self.end.inbox.error is not None:
+            raise self.end.inbox.error.with_traceback(None)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tahq.comm.link.sending_order import First
+from tahq.comm.link.spec import First
 from tahq.pipeline.schedule.schedule import ActionKind
 
 ComputeSeconds = Mapping[tuple[int, ActionKind], float]

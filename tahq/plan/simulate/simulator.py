@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tahq.comm.link.frame import Direction
-from tahq.comm.link.sending_order import Rank, rank_of
+from tahq.comm.link.outbound import Rank, rank_of
 from tahq.comm.network_model import Line, transmission_s
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.grid import Cell, render
