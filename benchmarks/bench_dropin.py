@@ -27,9 +27,9 @@ from harness import Table, main, say
 from tahq.data.config import DataConfig
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
-from tahq_netem.runtimes.gloo_session import GlooSession
+from tahq_netem.runtimes.gloo import GlooSession
 from tahq_netem.runtimes.session import RuntimeStep, SessionRequest
-from tahq_netem.sweep.networks import apply_plan, open_network
+from tahq_netem.sweep.measurement import apply_plan, open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes

@@ -27,8 +27,7 @@ from tahq.config.file import resolve
 from tahq.units import parse_duration
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
-from tahq_netem.network.fault_player import play
-from tahq_netem.network.faults import Timeline
+from tahq_netem.network.faults import Timeline, play
 from tahq_netem.runtimes.session import SessionRequest
 from tahq_netem.runtimes.tahq_runtime import TahqSession
 from tahq_netem.sweep.workload import MANY_STEPS

@@ -28,11 +28,10 @@ from harness import Table, main, need_gpu, read_rows, rows_path
 from trace_overhead import MICRO_BATCHES, overhead_rows, trace_run
 
 from tahq_netem.sweep.points import NetworkChoice, sweep_points
-from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth, step_bound_s
 from tahq_netem.sweep.results import Row, done, read_results
 from tahq_netem.sweep.spec import SweepConfig, split_wire
 from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import planned_work
+from tahq_netem.sweep.workload import CodecSeconds, planned_work, predicted_step_s, schedule_with_depth, step_bound_s
 
 MODELS: Mapping[str, dict[str, Any]] = {
     "gpt2-xl": {

@@ -27,7 +27,7 @@ from tahq.data.tokenizer import load_tokenizer
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.runtimes.session import RuntimeSession, RuntimeStep, SessionRequest
-from tahq_netem.sweep.networks import apply_plan, open_network
+from tahq_netem.sweep.measurement import apply_plan, open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.spec import SweepConfig, split_wire

@@ -13,10 +13,9 @@ from typing import Any
 
 from tahq.models.config import SleepConfig
 from tahq_netem.sweep.points import NetworkChoice, sweep_points
-from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import planned_work
+from tahq_netem.sweep.workload import CodecSeconds, planned_work, predicted_step_s, schedule_with_depth
 
 FORWARD_S, BACKWARD_S = 0.073, 0.152
 MICRO_BATCH, SEQ_LEN, HIDDEN_SIZE = 4, 256, 512

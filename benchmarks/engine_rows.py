@@ -17,13 +17,12 @@ from harness import Table, say
 
 from tahq.plan.simulate.costs import StepWork
 from tahq_netem.measure.machine import one_line
-from tahq_netem.sweep.command import run_sweep
 from tahq_netem.sweep.points import NetworkChoice, SessionKey
-from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, session_schedule
 from tahq_netem.sweep.results import DONE, Row, done, read_results
+from tahq_netem.sweep.runner import run_sweep
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import input_gradients
+from tahq_netem.sweep.workload import CodecSeconds, input_gradients, predicted_step_s, session_schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,12 @@ from tahq.plan.search.table import ClusterTable
 from tahq_netem.measure.calibration import calibrate
 from tahq_netem.network.description import NetworkPlan, plan_network
 from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.sweep.measurement import Measurement, check_busy, measure_point
-from tahq_netem.sweep.networks import apply_plan, open_network
+from tahq_netem.sweep.measurement import Measurement, apply_plan, check_busy, measure_point, open_network
 from tahq_netem.sweep.points import SessionKey
-from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
 from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import planned_work, session_config
+from tahq_netem.sweep.workload import CodecSeconds, planned_work, predicted_step_s, schedule_with_depth, session_config
 
 WIRE = ("tah", "fixed:bits=6")
 COLUMNS = (

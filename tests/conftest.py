@@ -64,7 +64,7 @@ def _no_cuda() -> str | None:
 
 
 def _no_namespaces() -> str | None:
-    from tahq_netem.backends.probe import probe
+    from tahq_netem.backends.choice import probe
 
     found = probe()
     if found.namespaces_obstacle is not None:

@@ -28,9 +28,9 @@ def probe(debug: Debug = False) -> int:
 
     Example: tahq-netem probe
     """
-    from tahq_netem.backends import probe as backends_probe
+    from tahq_netem.backends import choice
 
-    print(*backends_probe.probe().lines(), sep="\n")
+    print(*choice.probe().lines(), sep="\n")
     return 0
 
 
@@ -106,7 +106,7 @@ def clean(debug: Debug = False) -> int:
 
     Example: tahq-netem clean
     """
-    from tahq_netem.backends.leftovers import sweep_leftovers
+    from tahq_netem.backends.namespace_group import sweep_leftovers
 
     removed = sweep_leftovers()
     print(f"removed {', '.join(removed)}" if removed else "nothing was left behind")
@@ -174,7 +174,7 @@ def sweep(
         limit_s = None if limit is None else parse_duration(limit)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--limit") from None
-    from tahq_netem.sweep.command import run_sweep_file
+    from tahq_netem.sweep.runner import run_sweep_file
 
     outcome = run_sweep_file(sweep_yaml, results, limit_s)
     if outcome.num_failed:
@@ -193,7 +193,7 @@ def plot(
 
     Example: tahq-netem plot netem/results/four_stages.jsonl --out netem/results/four_stages.md
     """
-    from tahq_netem.sweep.command import plot_results
+    from tahq_netem.sweep.report import plot_results
 
     for path in plot_results(results, out):
         print(path)

@@ -33,6 +33,14 @@ def module_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in folders)}
 
 
+def stat_fields(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may hold spaces and brackets; empty: no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def leave_with_stdin() -> None:
     """End this process when its stdin ends: the kernel closes that pipe however the parent ends."""
 

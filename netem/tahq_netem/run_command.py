@@ -1,7 +1,7 @@
 """`tahq-netem run`: any program on the hosts of a slow network.
 
 The network goes when the program has ended, and also at Ctrl-C, which the terminal sends to the program as well, and
-at SIGTERM (`backends.leftovers`). Messages go to stderr: stdout is the program's.
+at SIGTERM (`backends.namespace_group`). Messages go to stderr: stdout is the program's.
 
 A server has to listen before its clients start, so `HostProgram.await_listening` watches the sockets of its host for a
 new one. A program may leave others behind that hold its output open, so its output is copied to the end only when the
@@ -28,8 +28,7 @@ from tahq_netem.backends.namespaces import HOST_DEVICE
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.calibration import calibrate
 from tahq_netem.network.description import known_host, plan_network
-from tahq_netem.network.fault_player import play
-from tahq_netem.network.faults import Timeline
+from tahq_netem.network.faults import Timeline, play
 from tahq_netem.network.profiles import profile
 
 ALL: Final = "all"

@@ -6,9 +6,8 @@ from engine_points import FP32, PLACES, TAH, chosen_depth, depths, sweeps
 
 from tahq.pipeline.schedule.generators import generate
 from tahq_netem.sweep.points import sweep_points
-from tahq_netem.sweep.prediction import step_bound_s
 from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import planned_work
+from tahq_netem.sweep.workload import planned_work, step_bound_s
 
 
 def place(name):

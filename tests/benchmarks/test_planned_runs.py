@@ -16,7 +16,7 @@ from tahq.plan.search.table import ClusterTable
 from tahq_netem.measure.machine import BusyCores
 from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.measurement import Measurement
-from tahq_netem.sweep.prediction import CodecSeconds
+from tahq_netem.sweep.workload import CodecSeconds
 
 SCALE = 4.0
 OPTIONS = Namespace(steps=5, backend="auto", max_busy_cores=None, dry_run=True)

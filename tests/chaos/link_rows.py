@@ -12,7 +12,7 @@ from chaos.memory import resident_kib
 from chaos.row import Attempt, Figures, Row
 from chaos.starting import STAGES, by_hand, faults, shaped_network, small_run
 from tahq_netem.network.description import PathShape
-from tahq_netem.network.fault_player import FaultEvent
+from tahq_netem.network.faults import FaultEvent
 
 RATE_BITS_PER_S = 20e6
 STALL_BEYOND_OUTAGE_S = 5.0

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from chaos.results import Results, Try
 from chaos.row import Attempt, Calm, Row
-from tahq_netem.backends.probe import probe
+from tahq_netem.backends.choice import probe
 
 TRIES_PER_PROCESS = 5
 

@@ -13,8 +13,7 @@ from tahq.comm.zmq.addresses import format_address
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import uniform
-from tahq_netem.network.fault_player import FaultPlayer, play
-from tahq_netem.network.faults import Timeline
+from tahq_netem.network.faults import FaultPlayer, Timeline, play
 
 COORDINATOR = "coordinator"
 STAGES = 3

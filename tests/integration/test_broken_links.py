@@ -6,10 +6,8 @@ import pytest
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
-from tahq_netem.backends.choice import build_network
-from tahq_netem.backends.probe import probe
-from tahq_netem.network.fault_player import play
-from tahq_netem.network.faults import Timeline
+from tahq_netem.backends.choice import build_network, probe
+from tahq_netem.network.faults import Timeline, play
 from tahq_netem.runtimes.session import SessionRequest
 from tahq_netem.runtimes.tahq_runtime import TahqSession
 from tahq_netem.sweep.points import NetworkChoice

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import pytest
 from support.real_networks import BUILDERS
 
+from tahq_netem.backends.choice import probe
 from tahq_netem.backends.namespace_group import NamespaceGroup
 from tahq_netem.backends.namespaces import list_namespaces, owner_pid
-from tahq_netem.backends.probe import probe
-from tahq_netem.measure import path_measurements
-from tahq_netem.measure.path_measurements import QUICK, PathMeasurements
+from tahq_netem.measure import calibration
+from tahq_netem.measure.calibration import QUICK, PathMeasurements
 from tahq_netem.network.description import plan_network
 
 
@@ -72,7 +72,7 @@ def measure(build, monkeypatch):
     Slow figures are measured more often than a user would wait for: noise makes networks slower, for minutes at a time
     on a virtual machine whose host is busy, and one that is shaped wrongly is too slow at every attempt.
     """
-    monkeypatch.setattr(path_measurements, "ATTEMPTS", 25)
+    monkeypatch.setattr(calibration, "ATTEMPTS", 25)
     with ExitStack() as started:
         yield lambda network, effort=QUICK: started.enter_context(PathMeasurements(network, effort))
 

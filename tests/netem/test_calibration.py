@@ -17,7 +17,16 @@ from support.loopback_network import LoopbackNetwork
 from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq.errors import NetworkError
 from tahq_netem.measure import meter
-from tahq_netem.measure.calibration import Calibration, calibrate, neighbours
+from tahq_netem.measure.calibration import (
+    FULL,
+    QUICK,
+    Calibration,
+    PathMeasurements,
+    calibrate,
+    fastest,
+    lifted,
+    neighbours,
+)
 from tahq_netem.measure.figures import (
     Figure,
     acceptance_interval,
@@ -27,9 +36,7 @@ from tahq_netem.measure.figures import (
     round_trip_figure,
 )
 from tahq_netem.measure.machine import BusyMeter, num_usable_cores
-from tahq_netem.measure.meter import StreamFigures
-from tahq_netem.measure.path_measurements import FULL, QUICK, PathMeasurements, fastest, lifted
-from tahq_netem.measure.responder import Responder
+from tahq_netem.measure.meter import Responder, StreamFigures
 from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.programs import hurrying
 
@@ -82,14 +89,14 @@ ENDS = ("host0", "host1")
         ({}, lambda plan, measured: goodput_figure(plan, "steady goodput", *ENDS, measured), (1.0, 1e12), ()),
         (
             {"delay": 0.025},
-            lambda plan, trip_s: round_trip_figure(plan, *ENDS, trip_s, 31, 64),
+            lambda plan, trip_s: round_trip_figure(plan, *ENDS, trip_s, 31),
             (0.0481, 0.0519),
             (0.0479, 0.0521),
         ),
         # Most packets overtake.
         (
             {"delay": 0.05, "reorder": 0.25},
-            lambda plan, trip_s: round_trip_figure(plan, *ENDS, trip_s, 31, 64),
+            lambda plan, trip_s: round_trip_figure(plan, *ENDS, trip_s, 31),
             (1.0,),
             (),
         ),
@@ -111,10 +118,10 @@ def test_figure_may_be_off_by_its_tolerance(network, figure_of, within, off):
 
 def test_round_trip_may_take_its_serialisation_and_stray_with_jitter():
     # 64 + 42 bytes at 64 kbit/s take 13.25 ms at the uplink and as long at the downlink, there and back.
-    slow = round_trip_figure(plan_network(uniform(2, rate=64e3)), *ENDS, 0.05, 31, 64)
+    slow = round_trip_figure(plan_network(uniform(2, rate=64e3)), *ENDS, 0.05, 31)
     assert slow.high == pytest.approx(4 * 8 * 106 / 64e3 + 2e-3)
     # Each way is uniform ± 10 ms: σ² = 10²/3 each, and 3.3 of 1.25·σ/√31 of the sum are 6.05 ms.
-    figure = round_trip_figure(plan_network(uniform(2, delay=0.05, jitter=0.01)), *ENDS, 0.1, 31, 64)
+    figure = round_trip_figure(plan_network(uniform(2, delay=0.05, jitter=0.01)), *ENDS, 0.1, 31)
     assert figure.high - 0.1 == pytest.approx(0.002 + 0.00605, abs=1e-5)
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.processes import is_alive as runs
 from support.processes import wait_until
 
-from tahq_netem.backends.leftovers import STATE_FOLDER, is_alive, note_process, start_ticks, sweep_leftovers
+from tahq_netem.backends.namespace_group import STATE_FOLDER, is_alive, note_process, start_ticks, sweep_leftovers
 from tahq_netem.backends.namespaces import create_namespace, list_namespaces, owner_pid, remove_namespace
 
 netns = pytest.mark.netns
@@ -18,10 +18,11 @@ netns = pytest.mark.netns
 OWNER = """
 import os, signal, subprocess, sys, time
 from tahq_netem.backends.namespace_group import NamespaceGroup
-from tahq_netem.backends.namespaces import popen
+from tahq_netem.backends.namespaces import entered
 {before}
 group = NamespaceGroup(["a", "b"])
-child = popen(group["a"], ["sleep", "60"])
+with entered(group["a"]):
+    child = subprocess.Popen(["sleep", "60"])
 print(child.pid, flush=True)
 {after}
 """
@@ -91,7 +92,7 @@ def test_signal_after_closing_in_another_order_still_ends_the_process(owner):
 
 GUARDED = """
 import sys, time
-from tahq_netem.backends.leftovers import Guard
+from tahq_netem.backends.namespace_group import Guard
 older = Guard(lambda: print("older", flush=True))
 younger = Guard(lambda: {failure})
 print(flush=True)
@@ -193,7 +194,7 @@ def test_start_of_a_process_is_known_while_it_lives(tmp_path):
 
 HIDING = """
 import os, subprocess, sys
-from tahq_netem.backends.leftovers import sweep_leftovers
+from tahq_netem.backends.namespace_group import sweep_leftovers
 from tahq_netem.backends.namespaces import NAMESPACE_FOLDER, create_namespace, list_namespaces, remove_namespace
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()

@@ -25,7 +25,6 @@ from tahq_netem.backends.namespaces import (
     namespace_prefix,
     netlink,
     owner_pid,
-    popen,
     processes_in,
     read_sysctl,
     remove_namespace,
@@ -92,7 +91,7 @@ def test_sockets_and_processes_stay_where_they_were_made(namespace):
         with entered(namespace):
             socket.create_server(("127.0.0.1", port)).close()  # the same port is free there
     argv = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
-    with popen(namespace, argv, stdout=subprocess.PIPE, text=True) as process:
+    with entered(namespace), subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert int(process.stdout.read()) == namespace_path(namespace).stat().st_ino
 
 
@@ -123,7 +122,7 @@ def test_every_congestion_control_of_the_kernel_can_be_set_in_the_namespace_alon
 
 @netns
 def test_process_that_ignores_sigterm_is_killed(namespace):
-    with popen(namespace, [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
+    with entered(namespace), subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         assert processes_in(namespace) == [process.pid]
         end_processes([namespace], grace_s=0.2)
@@ -134,7 +133,8 @@ def test_process_that_ignores_sigterm_is_killed(namespace):
 @netns
 def test_closing_a_group_ends_all_processes_in_it_and_closing_again_does_nothing(own_namespaces):
     group = NamespaceGroup(["a"])
-    process = popen(group["a"], ["/bin/sh", "-c", "sleep 60 & wait"])
+    with entered(group["a"]):
+        process = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait"])
     wait_until(lambda: len(processes_in(group["a"])) == 2, 10, "the shell starts its child")
     pids = processes_in(group["a"])
     group.close()

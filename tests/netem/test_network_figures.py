@@ -20,11 +20,11 @@ from support.real_networks import on_each_backend
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
 from tahq.comm.network_model import GOODPUT_SHARE
+from tahq_netem.backends.choice import probe
 from tahq_netem.backends.namespaces import write_sysctl
-from tahq_netem.backends.probe import probe
 from tahq_netem.measure import meter
-from tahq_netem.measure.path_measurements import FULL
-from tahq_netem.network.description import PathShape, uniform
+from tahq_netem.measure.calibration import FULL
+from tahq_netem.network.description import HostShape, PathShape, uniform
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial]
 SLOW = pytest.mark.acceptance
@@ -37,7 +37,7 @@ at_each_rate = pytest.mark.parametrize(
 
 def skip_unless_cores_are_punctual(backend: str, rate: float) -> None:
     """htb catches up 0.1 ms at 1 Gbit/s; virtual cores that share a host wake up later than that now and then."""
-    if backend == "kernel" and rate == 1000e6 and not probe().has_netem:
+    if backend == "kernel" and rate == 1000e6 and not probe().parts["netem"]:
         pytest.skip("kernel at 1 Gbit/s is judged where the kernel has netem; make test-netem-vm does it by its clock")
 
 
@@ -89,10 +89,10 @@ def test_rates_and_caps_of_pairs_hold_and_change_at_run_time(backend, build, mea
     judge(measurements.steady("host0", "host1"))
     judge(measurements.steady("host0", "host2"))
     network.set_path("host0", "host1", PathShape())
-    network.set_rate("host1", down=4e7)
+    network.set_rates("host1", HostShape(8e7, 4e7))
     judge(measurements.steady("host0", "host1"))
-    network.set_rate("host0", up=2e7)
-    network.set_rate("host1", down=None)
+    network.set_rates("host0", HostShape(2e7, 8e7))
+    network.set_rates("host1", HostShape(8e7))
     judge(measurements.steady("host0", "host1"))
 
 

@@ -15,14 +15,12 @@ from support.real_networks import BUILDERS, on_each_backend
 
 from tahq.comm.network_config import PairConfig
 from tahq.errors import ConfigError, NetworkError
-from tahq_netem.backends.choice import build_network
-from tahq_netem.backends.leftovers import STATE_FOLDER, sweep_leftovers
+from tahq_netem.backends.choice import build_network, probe
+from tahq_netem.backends.namespace_group import STATE_FOLDER, sweep_leftovers
 from tahq_netem.backends.namespaces import HOST_DEVICE, list_namespaces, netlink, owner_pid
-from tahq_netem.backends.probe import probe
 from tahq_netem.measure import meter
-from tahq_netem.network.description import PathShape, plan_network, uniform
-from tahq_netem.network.fault_player import FaultPlayer, play
-from tahq_netem.network.faults import Timeline
+from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
+from tahq_netem.network.faults import FaultPlayer, Timeline, play
 
 pytestmark = pytest.mark.netns
 
@@ -134,10 +132,10 @@ def test_reset_ends_connections_at_both_ends_but_not_those_within_the_host(backe
 
 @on_each_backend
 def test_description_fits_json_and_says_what_is_in_force(backend, build):
-    config = uniform(2, rate=1e9, congestion_control="reno", tcp_slow_start_after_idle=False)
+    config = uniform(2, rate=1e9, congestion_control="reno")
     pair = PairConfig(between=("host0", "host1"), rate=1e7)
-    network = build(backend, config.model_copy(update={"pairs": [pair]}))
-    network.set_rate("host0", up=2e7)
+    network = build(backend, config.model_copy(update={"pairs": [pair], "tcp_slow_start_after_idle": False}))
+    network.set_rates("host0", HostShape(2e7, 1e9))
     described = json.loads(json.dumps(network.describe()))
     assert described["backend"] == backend
     assert described["congestion_control"] == network.congestion_control == "reno"
@@ -158,15 +156,13 @@ def test_mistake_is_refused_and_changes_nothing(backend, build):
     for mistake in (
         lambda: network.address("host7"),
         lambda: network.popen("host7", ["true"]),
-        lambda: network.set_rate("host7", up=1e6),
+        lambda: network.set_rates("host7", HostShape()),
         lambda: network.set_path("host0", "host7", PathShape()),
         lambda: network.set_link("host7", is_up=True),
         lambda: network.reset_tcp("host7"),
     ):
         with pytest.raises(ConfigError, match="no host 'host7'"):
             mistake()
-    with pytest.raises(ConfigError, match="at least 10000 bit/s"):
-        network.set_rate("host0", up=0)
     assert network.plan == before
 
 
@@ -212,7 +208,7 @@ def test_faults_take_a_link_down_change_its_rate_and_lose_packets_for_a_time(bac
     network = build(backend, uniform(2, rate=50e6))
     measurements = measure(network)
     text = "- {at: 1s, link: host1, what: down, for: 2s}\n- {at: 5s, link: host1, what: rate, to: 4mbit, for: 1s}\n"
-    has_loss = backend == "tun" or probe().has_netem
+    has_loss = backend == "tun" or probe().parts["netem"]
     if has_loss:
         text += "- {at: 8s, link: [host1, host0], what: loss, to: 0.5, for: 1s}\n"
     player = FaultPlayer(Timeline.parse(text), network)
@@ -254,13 +250,13 @@ def test_connections_are_reset_at_a_step(backend, build):
 
 
 def test_delay_without_netem_is_refused_and_the_network_stays_as_it_was(build, measure):
-    if probe().has_netem:
+    if probe().parts["netem"]:
         pytest.skip("this kernel has netem")
     network = build("kernel", uniform(2, rate=1e8))
     with pytest.raises(NetworkError, match=r"this kernel has no netem \(module sch_netem\)"):
         network.set_path("host0", "host1", PathShape(delay_s=0.01))
     assert network.plan == plan_network(uniform(2, rate=1e8))
-    network.set_rate("host1", down=5e7)
+    network.set_rates("host1", HostShape(1e8, 5e7))
     assert count(measure(network), 9) == 9
 
 
@@ -304,7 +300,7 @@ def test_wire_that_has_died_is_named(build):
     os.kill(network.wire.pid, 9)
     wait_until(lambda: not is_alive(network.wire.pid), 10, "the wire dies")
     with pytest.raises(NetworkError, match="wire process"):
-        network.set_rate("host0", up=1e7)
+        network.set_rates("host0", HostShape(1e7))
 
 
 FORKING_OWNER = """

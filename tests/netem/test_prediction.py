@@ -12,16 +12,16 @@ from tahq_netem.network.description import PathShape, plan_network, uniform
 from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.measurement import Measurement, prediction_of
 from tahq_netem.sweep.points import SessionKey
-from tahq_netem.sweep.prediction import (
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import (
     CodecSeconds,
+    planned_work,
     predicted_step_s,
     schedule_with_depth,
     session_schedule,
     step_bound_s,
     step_costs,
 )
-from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import planned_work
 
 SECOND = GOODPUT_SHARE * 1e6 / 8
 """Bytes that take a second at 1 Mbit/s."""

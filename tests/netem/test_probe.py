@@ -9,8 +9,7 @@ from pyroute2 import IPRoute, NetlinkError
 
 from tahq.comm.network_config import PairConfig
 from tahq.errors import NetworkError
-from tahq_netem.backends.choice import build_network, choose_backend
-from tahq_netem.backends.probe import PARTS, Probe, probe
+from tahq_netem.backends.choice import PARTS, Probe, build_network, choose_backend, probe
 from tahq_netem.network.description import PathShape, plan_network, uniform
 
 UNSHAPED = plan_network(uniform(2))

@@ -15,7 +15,7 @@ from tahq.pipeline.schedule.schedule import Schedule, validate
 from tahq_netem.network.description import uniform
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.runtimes.bare_async import DEEP, actions_of
-from tahq_netem.runtimes.gloo_stage import device_of
+from tahq_netem.runtimes.gloo import device_of
 from tahq_netem.runtimes.session import GrowingLines, RuntimeLostError, RuntimeSession, SessionRequest
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES

@@ -2,8 +2,7 @@
 
 from support.sweeps import small
 
-from tahq_netem.sweep.networks import by_network_kind
-from tahq_netem.sweep.points import by_session, sweep_points
+from tahq_netem.sweep.points import by_network_kind, by_session, sweep_points
 
 
 def ids(config):

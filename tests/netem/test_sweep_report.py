@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from support.sweeps import World, small
 
-from tahq_netem.sweep.command import plot_results
-from tahq_netem.sweep.plots import draw_plots
+from tahq_netem.sweep.report import draw_plots, plot_results, sweep_report
 from tahq_netem.sweep.results import read_results, setting_of
-from tahq_netem.sweep.tables import sweep_report
 
 EARLIER = Path(__file__).with_name("earlier_results.jsonl")
 """Its points don't say which congestion control was asked for."""

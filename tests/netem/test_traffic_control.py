@@ -3,12 +3,12 @@
 import pytest
 from pyroute2.netlink.rtnl.tcmsg import sched_netem
 
+from tahq_netem.backends.choice import probe
 from tahq_netem.backends.kernel import egress_tree, port_tree
 from tahq_netem.backends.namespaces import netlink
-from tahq_netem.backends.probe import probe
 from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Leaf, Shaper, Tree, netem_options, queue_message
 from tahq_netem.backends.tun import MOST_SEGMENTS, wire_tree
-from tahq_netem.network.description import PathShape, plan_network, uniform
+from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
 
 ADDRESSES = {0: "10.77.0.1", 1: "10.77.0.2", 2: "10.77.0.3"}
 QUEUE = 100_000
@@ -29,7 +29,7 @@ def test_netem_holds_packets_under_way_and_the_acknowledgements_of_a_fast_downlo
     plan = plan_network(uniform(2, up=1e7, down=1e9, delay=0.1))
     [leaf] = port_tree(plan, "host0").leaves.values()
     assert leaf.netem_limit > 1e7 / 8 * 0.1 / 1514
-    fast = plan_network(uniform(2, rate=1e9, delay=0.1)).with_rates("host1", up=1e7)
+    fast = plan_network(uniform(2, rate=1e9, delay=0.1)).with_rates("host1", HostShape(1e7, 1e9))
     [leaf] = port_tree(fast, "host0").leaves.values()
     assert leaf.netem_limit > 1e9 / 8 * 0.1 / 1514
 
@@ -142,7 +142,7 @@ def state(kernel, index: int) -> tuple[object, ...]:
 @pytest.mark.netem_kernel
 @pytest.mark.netns
 def test_netem_leaf_comes_changes_and_goes(device):
-    if not probe().has_netem:
+    if not probe().parts["netem"]:
         pytest.skip("this kernel has no netem; make test-netem-vm runs this on one that has")
     kernel, index = device
     shaper = Shaper(index, DESTINATION_FIELD, ADDRESSES)

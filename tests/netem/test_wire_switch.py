@@ -7,7 +7,7 @@ from support.ethernet_frames import segments_of, tcp_frame, udp_frame
 
 from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
-from tahq_netem.wire.switch import Switch
+from tahq_netem.wire.lines import Switch
 
 RATE = 8e6  # one byte a microsecond
 
@@ -84,12 +84,12 @@ def test_host_that_is_cut_off_neither_sends_nor_receives():
     bench = Bench(uniform(3, delay=0.01))
     bench.send(0, 1)  # under way when the link goes
     bench.run(0.005)
-    bench.switch.set_link("host1", is_up=False)
+    bench.switch.set_link(0.0, "host1", False)
     bench.send(0, 1, at_s=0.006)
     bench.send(1, 2, at_s=0.007)
     bench.send(0, 2, at_s=0.008)
     assert bench.arrivals() == [(pytest.approx(0.018), 2)]
-    bench.switch.set_link("host1", is_up=True)
+    bench.switch.set_link(0.0, "host1", True)
     bench.send(0, 1, at_s=1.0)
     assert bench.arrivals()[-1] == (pytest.approx(1.01), 1)
 

@@ -33,8 +33,8 @@ class LoopbackNetwork(Network):
     def popen(self, host, argv, *, env=None, **options):
         return subprocess.Popen(argv, env=env, **options)
 
-    def set_rate(self, host, *, up=..., down=...):
-        self.plan = self.plan.with_rates(host, up, down)
+    def set_rates(self, host, shape):
+        self.plan = self.plan.with_rates(host, shape)
 
     def set_path(self, source, destination, shape):
         self.plan = self.plan.with_path(source, destination, shape)

@@ -9,7 +9,6 @@ from rich.console import Console
 from support.loopback_network import LoopbackNetwork
 from tahq_netem.measure.machine import BusyCores
 from tahq_netem.runtimes.session import RuntimeLostError, RuntimeSession, RuntimeStep, SessionRequest
-from tahq_netem.sweep.progress import SweepProgress
 from tahq_netem.sweep.results import ResultFile
 from tahq_netem.sweep.runner import Outside, SweepOutcome, SweepRun
 from tahq_netem.sweep.spec import SweepConfig
@@ -92,8 +91,8 @@ class World:
 
     def sweep(self, config: SweepConfig, results: Path, limit_s: float | None = None) -> SweepOutcome:
         """One call of a sweep in this world."""
-        with ResultFile(results) as file, SweepProgress(Console(quiet=True)) as progress:
-            return SweepRun(config, file, progress, self.outside(), limit_s).run()
+        with ResultFile(results) as file:
+            return SweepRun(config, file, Console(quiet=True), self.outside(), limit_s).run()
 
     def _start(self, request: SessionRequest) -> ScriptedSession:
         self.sessions.append(ScriptedSession(request, self))

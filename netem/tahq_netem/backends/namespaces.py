@@ -14,13 +14,12 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pyroute2 import IPRoute, NetlinkError
 
@@ -220,12 +219,6 @@ def refusals_explained() -> Iterator[None]:
     except NetlinkError as error:
         reason = os.strerror(error.code)
         raise NetworkError(f"the kernel refuses a part of the network ({reason}); see `tahq-netem probe`") from error
-
-
-def popen(namespace: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen(argv, **options)` of a process in `namespace`."""
-    with entered(namespace):
-        return subprocess.Popen(argv, **options)
 
 
 def write_sysctl(namespace: str, name: str, value: str) -> None:

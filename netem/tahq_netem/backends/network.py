@@ -21,12 +21,11 @@ from tahq_netem.backends.namespaces import (
     host_address,
     host_mac,
     netlink,
-    popen,
     refusals_explained,
 )
 from tahq_netem.backends.tcp_reset import reset_connections
 from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Shaper, Tree
-from tahq_netem.network.description import NetworkPlan, PathShape, RateChange, known_host
+from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
 
 _NEIGHBOUR_PERMANENT: Final = 0x80
 
@@ -34,7 +33,7 @@ _NEIGHBOUR_PERMANENT: Final = 0x80
 class Network(ABC):
     """Hosts 10.77.0.1, 10.77.0.2, … in namespaces, in the plan's order. A context manager.
 
-    `plan` is what holds now; `set_rate` and `set_path` replace it. `congestion_control` is in force on every host.
+    `plan` is what holds now; `set_rates` and `set_path` replace it. `congestion_control` is in force on every host.
 
     A backend may need further namespaces, with the labels `further`.
 
@@ -86,14 +85,15 @@ class Network(ABC):
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """`subprocess.Popen(argv, **options)` on `host`. It is ended when the network closes."""
-        return popen(self.namespace(host), argv, **options)
+        with self.entered(host):
+            return subprocess.Popen(argv, **options)
 
-    def set_rate(self, host: str, *, up: RateChange = ..., down: RateChange = ...) -> None:
-        """Change a host's rates in bit/s (None: unshaped, ...: unchanged).
+    def set_rates(self, host: str, shape: HostShape) -> None:
+        """Change a host's rates.
 
         Waiting packets leave at the new rate; under `kernel` they are lost where shaping begins or ends.
         """
-        self._change(self.plan.with_rates(host, up, down))
+        self._change(self.plan.with_rates(host, shape))
 
     def set_path(self, source: str, destination: str, shape: PathShape) -> None:
         """Change what packets from `source` to `destination` meet that are sent from now on.

@@ -1,8 +1,8 @@
 """TCP connections of a namespace ended from outside, through the kernel's SOCK_DESTROY.
 
-The kernel sends RST to the peer, and the program here sees ECONNABORTED: what a router that forgets a
-connection does to both ends. pyroute2 lists sockets but destroys none, so the messages are put together
-here: `struct inet_diag_req_v2` of linux/inet_diag.h.
+The kernel sends RST to the peer, and the program here sees ECONNABORTED: what a router that forgets a connection does
+to both ends. Destroying a connection fails with ENOENT where there is none, but also where the module tcp_diag is
+missing; listing connections fails in the second case alone.
 """
 
 import errno
@@ -10,104 +10,72 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
-from typing import Final
+from typing import Any, Final
+
+from pyroute2 import DiagSocket, NetlinkError
+from pyroute2.netlink import NLM_F_ACK, NLM_F_REQUEST
+from pyroute2.netlink.diag import SOCK_DESTROY, inet_diag_req
 
 from tahq.errors import NetworkError
 from tahq_netem.backends.namespaces import entered
 
-_NETLINK_SOCK_DIAG: Final = 4
-_SOCK_DIAG_BY_FAMILY: Final = 20
-_SOCK_DESTROY: Final = 21
-_NLMSG_ERROR: Final = 2
-_NLMSG_DONE: Final = 3
-_REQUEST, _ACK, _DUMP = 0x1, 0x4, 0x300
 _STATES: Final = sum(1 << state for state in (1, 4, 5, 8))
 """ESTABLISHED, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT."""
-_HEADER: Final = struct.Struct("=IHHII")
-_REQUEST_BODY: Final = struct.Struct("=BBBBI48s")
-_NO_CONNECTION: Final = bytes(40) + b"\xff" * 8  # INET_DIAG_NOCOOKIE
+_ADDRESSES: Final = ("idiag_src", "idiag_dst")
+_NO_CONNECTION: Final = dict.fromkeys(_ADDRESSES, "0.0.0.0") | {"idiag_cookie": 2**64 - 1}
 
 
 def reset_connections(namespace: str) -> int:
     """End every established TCP connection to another host; returns how many there were."""
-    with entered(namespace), _open_kernel() as kernel:
-        connections = [
-            (family, identity)
+    with entered(namespace), DiagSocket() as kernel, _explained():
+        return sum(
+            _destroy(kernel, family, connection)
             for family in (socket.AF_INET, socket.AF_INET6)
-            for identity in _connections(kernel, family)
-            if not _is_within_host(family, identity)
-        ]
-        return sum(_destroy(kernel, family, identity) for family, identity in connections)
+            for connection in kernel.get_sock_stats(family=family, states=_STATES)
+            if not _is_within_host(connection)
+        )
 
 
-def can_reset() -> bool:
-    """Whether this kernel can end connections; tried on one that does not exist."""
-    try:
-        with _open_kernel() as kernel:
-            # Ending a connection fails alike without the connection and without the module; listing them does not.
-            for _ in _connections(kernel, socket.AF_INET):
-                pass
-            _destroy(kernel, socket.AF_INET, _NO_CONNECTION)
-    except (NetworkError, OSError):
-        return False
-    return True
+def try_reset() -> None:
+    """End a connection that does not exist; raises NetworkError if this kernel cannot end connections."""
+    with DiagSocket() as kernel, _explained():
+        kernel.get_sock_stats(family=socket.AF_INET, states=_STATES)
+        _destroy(kernel, socket.AF_INET, _NO_CONNECTION)
 
 
-def _open_kernel() -> socket.socket:
-    return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
-
-
-def _connections(kernel: socket.socket, family: int) -> Iterator[bytes]:
-    """The identity of each connection: both ports and addresses, interface and cookie, as the kernel packs them."""
-    _send(kernel, _SOCK_DIAG_BY_FAMILY, _REQUEST | _DUMP, family, bytes(48))
-    while True:
-        for kind, body in _messages(kernel.recv(1 << 16)):
-            if kind in (_NLMSG_DONE, _NLMSG_ERROR):
-                _check(body)
-                return
-            yield body[4:52]
-
-
-def _destroy(kernel: socket.socket, family: int, identity: bytes) -> bool:
+def _destroy(kernel: DiagSocket, family: int, connection: Any) -> bool:
     """Whether there still was such a connection."""
-    _send(kernel, _SOCK_DESTROY, _REQUEST | _ACK, family, identity)
-    [(_, body)] = _messages(kernel.recv(1 << 16))
-    if _error_number(body) == errno.ENOENT:
-        return False
-    _check(body)
+    request = inet_diag_req()
+    request["sdiag_family"], request["sdiag_protocol"], request["idiag_states"] = family, socket.IPPROTO_TCP, _STATES
+    for key in _ADDRESSES:
+        request[key] = struct.unpack("!4I", socket.inet_pton(family, connection[key]).ljust(16, b"\0"))
+    for key in ("idiag_sport", "idiag_dport", "idiag_if", "idiag_cookie"):
+        request[key] = connection.get(key, 0)
+    try:
+        tuple(kernel.nlm_request(request, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK))
+    except NetlinkError as error:
+        if error.code == errno.ENOENT:
+            return False
+        raise
     return True
 
 
-def _error_number(message: bytes) -> int:
-    return -int.from_bytes(message[:4], "little", signed=True)
+@contextmanager
+def _explained() -> Iterator[None]:
+    reasons = {
+        errno.ENOENT: "it has no module tcp_diag",
+        errno.EOPNOTSUPP: "it was built without CONFIG_INET_DIAG_DESTROY",
+    }
+    try:
+        yield
+    except NetlinkError as error:
+        reason = reasons.get(error.code, os.strerror(error.code))
+        raise NetworkError(f"this kernel cannot reset connections: {reason}") from None
 
 
-def _check(message: bytes) -> None:
-    number = _error_number(message)
-    if number == errno.ENOENT:
-        raise NetworkError("this kernel cannot reset connections: it has no module tcp_diag")
-    if number == errno.EOPNOTSUPP:
-        raise NetworkError("this kernel cannot reset connections: it was built without CONFIG_INET_DIAG_DESTROY")
-    if number:
-        raise NetworkError(f"the kernel did not reset a connection: {os.strerror(number)}")
-
-
-def _send(kernel: socket.socket, kind: int, flags: int, family: int, identity: bytes) -> None:
-    body = _REQUEST_BODY.pack(family, socket.IPPROTO_TCP, 0, 0, _STATES, identity)
-    kernel.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 0, 0) + body)
-
-
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    while data:
-        length, kind, *_ = _HEADER.unpack_from(data)
-        yield kind, data[_HEADER.size : length]
-        data = data[(length + 3) & ~3 :]
-
-
-def _is_within_host(family: int, identity: bytes) -> bool:
+def _is_within_host(connection: Any) -> bool:
     """Connections of a host to itself are not the network's to end."""
-    size = 4 if family == socket.AF_INET else 16
-    source, destination = ip_address(identity[4 : 4 + size]), ip_address(identity[20 : 20 + size])
-    mapped = getattr(destination, "ipv4_mapped", None)
-    return source == destination or (mapped or destination).is_loopback
+    source, destination = ip_address(connection["idiag_src"]), ip_address(connection["idiag_dst"])
+    return source == destination or (getattr(destination, "ipv4_mapped", None) or destination).is_loopback

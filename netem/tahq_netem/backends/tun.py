@@ -15,7 +15,7 @@ over TCP segments in one piece of up to 64 kB with their checksum left open: no 
 
 import fcntl
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from struct import Struct
 from typing import Any, Final
 
@@ -24,10 +24,10 @@ from tahq_netem.backends.kernel import egress_tree
 from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
 from tahq_netem.backends.network import Network
 from tahq_netem.backends.traffic_control import Tree
-from tahq_netem.network.description import NetworkPlan, PathShape, RateChange, known_host
-from tahq_netem.wire.control import WireProcess
+from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
 from tahq_netem.wire.lines import LONGEST_RUN_S, segments_within
 from tahq_netem.wire.packet import VNET_HEADER_BYTES
+from tahq_netem.wire.process import WireProcess
 
 _TUN: Final = "/dev/net/tun"
 _TUNSETIFF: Final = 0x400454CA
@@ -82,21 +82,21 @@ class TunNetwork(Network):
     wire: WireProcess
     """The process that moves the packets."""
 
-    def set_rate(self, host: str, *, up: RateChange = ..., down: RateChange = ...) -> None:
+    def set_rates(self, host: str, shape: HostShape) -> None:
         """Change a host's rates; waiting packets leave at the new rate."""
-        changed = self.plan.with_rates(host, up, down)
-        self.wire.control.ask("set_rates", host, asdict(changed.host_shapes[host]))
+        changed = self.plan.with_rates(host, shape)
+        self.wire.ask("set_rates", host, shape)
         self._change(changed)
 
     def set_path(self, source: str, destination: str, shape: PathShape) -> None:
         """Change what packets meet that are sent from now on; packets on their way keep their delay."""
         changed = self.plan.with_path(source, destination, shape)
-        self.wire.control.ask("set_path", source, destination, asdict(shape))
+        self.wire.ask("set_path", source, destination, shape)
         self._change(changed)
 
     def set_link(self, host: str, *, is_up: bool) -> None:
         """Have the wire drop everything to and from the host, or stop doing so. Its interface stays up."""
-        self.wire.control.ask("set_link", known_host(host, self.plan.hosts), is_up)
+        self.wire.ask("set_link", known_host(host, self.plan.hosts), is_up)
 
     def describe(self) -> dict[str, Any]:
         """The network, what is in force, and versions, fit for JSON."""

@@ -12,14 +12,13 @@ from typing import Final, Literal
 
 from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, GOODPUT_SHARE
 from tahq.units import format_rate
+from tahq_netem.measure.meter import DATAGRAM_BYTES
 from tahq_netem.network.description import NetworkPlan, PathShape
 
 RATE_TOLERANCE: Final = 0.03
 ROUND_TRIP_TOLERANCE_S: Final = 2e-3
 LOSS_CONFIDENCE: Final = 0.999
-
-Unit = Literal["s", "bit/s", "share"]
-
+DATAGRAM_WIRE_BITS: Final = 8 * (DATAGRAM_BYTES + DATAGRAM_HEADERS_NBYTES)
 _MEDIAN_SPREAD: Final = 1.25 * 3.3
 """σ of a median is 1.25·σ/√n; 3.3 of them are passed once in a thousand times."""
 
@@ -31,7 +30,7 @@ class Figure:
     what: str
     source: str
     destination: str
-    unit: Unit
+    unit: Literal["s", "bit/s", "share"]
     measured: float
     expected: float | None = None
     low: float | None = None
@@ -56,17 +55,15 @@ class Figure:
 
     def line(self) -> str:
         """The figure and its bounds as text."""
-        path = f"{self.source} → {self.destination}: {self.what} {_text(self.measured, self.unit)}"
+        path = f"{self.source} → {self.destination}: {self.what} {self._text(self.measured)}"
         if self.expected is None or self.low is None or self.high is None:
             return path
-        within = f"{_text(self.low, self.unit)} to {_text(self.high, self.unit)}"
-        return f"{path}, expected {_text(self.expected, self.unit)} ({within})"
+        return f"{path}, expected {self._text(self.expected)} ({self._text(self.low)} to {self._text(self.high)})"
 
-
-def _text(value: float, unit: Unit) -> str:
-    if unit == "bit/s":
-        return format_rate(value)
-    return f"{value * 1e3:.2f} ms" if unit == "s" else f"{value:.3%}"
+    def _text(self, value: float) -> str:
+        if self.unit == "bit/s":
+            return format_rate(value)
+        return f"{value * 1e3:.2f} ms" if self.unit == "s" else f"{value:.3%}"
 
 
 def goodput(plan: NetworkPlan, source: str, destination: str) -> float | None:
@@ -84,9 +81,7 @@ def goodput_figure(plan: NetworkPlan, what: str, source: str, destination: str, 
     return Figure(what, source, destination, "bit/s", measured, expected, low, high)
 
 
-def round_trip_figure(
-    plan: NetworkPlan, source: str, destination: str, median_s: float, num_trips: int, datagram_bytes: int
-) -> Figure:
+def round_trip_figure(plan: NetworkPlan, source: str, destination: str, median_s: float, num_trips: int) -> Figure:
     """A median round trip, which should be within 2 ms of both delays, jitter and slow serialisation apart."""
     expected = plan.round_trip_s(source, destination)
     there, back = plan.paths[source, destination], plan.paths[destination, source]
@@ -96,8 +91,7 @@ def round_trip_figure(
     spread = ROUND_TRIP_TOLERANCE_S + _jitter_spread((there, back), num_trips)
     # A datagram and its echo are serialised at both ends of each path.
     rates = plan.rate_bits_per_s(source, destination), plan.rate_bits_per_s(destination, source)
-    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_NBYTES)
-    wire_s = sum(2 * bits / rate for rate in rates if rate is not None)
+    wire_s = sum(2 * DATAGRAM_WIRE_BITS / rate for rate in rates if rate is not None)
     low, high = max(0.0, expected - spread), expected + spread + wire_s
     return Figure("round trip", source, destination, "s", median_s, expected, low, high, num_trips)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tahq import __version__
+from tahq_netem.programs import stat_fields
 
 _PACKAGES = ("torch", "numpy", "numba", "triton", "pyzmq", "pyroute2", "transformers")
 
@@ -99,7 +100,7 @@ def _tree_ticks(root: int) -> dict[int, int]:
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for entry in os.listdir("/proc"):
-        fields = _stat(entry) if entry.isdigit() else []
+        fields = stat_fields(entry) if entry.isdigit() else []
         if fields:
             ticks[int(entry)] = int(fields[_USER]) + int(fields[_SYSTEM])
             children[int(fields[_PARENT])].append(int(entry))
@@ -107,13 +108,6 @@ def _tree_ticks(root: int) -> dict[int, int]:
     for pid in tree:  # which grows meanwhile
         tree += children[pid]
     return {pid: ticks.get(pid, 0) for pid in tree}
-
-
-def _stat(pid: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []  # it has ended
 
 
 def _machine_ticks() -> int:

@@ -1,37 +1,131 @@
-"""The near end of a measurement: sends to a `Responder` and times what arrives.
+"""Both ends of a measurement: the far end is a `Responder`, and functions at the near end send to it.
 
 A measurement takes place on the host whose namespace the calling thread has entered. Results are raw durations and
-counts; `path_measurements` judges them.
+counts; `figures` judges them. TCP and UDP have the same port number. Times are the machine's monotonic clock, which
+all hosts share, so one end may subtract the other's time from its own.
+
+    TCP   → header (length of the data, how long to skip)  → the data, or less and a half-close
+          ← report (bytes received, time of the last, bytes at the end of the skipped time, when that was)
+    UDP   → echo: comes back    → count: is counted under its train    → ask: the train's tally comes back
 """
 
 import os
 import random
 import select
 import socket
+import struct
+import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from tahq_netem.measure.responder import ASK, COUNT, DATAGRAM, ECHO, STREAM_HEADER, receive_report
-from tahq_netem.programs import hurrying
+from tahq_netem.programs import hurry, hurrying
 
 Target = tuple[str, int]
 """Address and port of a responder."""
+DATAGRAM_BYTES: Final = 64
+"""Length of the datagrams that are echoed or counted."""
 
-ECHO_BYTES: Final = 64
-COUNTED_BYTES: Final = 64
-"""Length of the datagrams that are echoed, and of those that are counted."""
+_STREAM_HEADER = struct.Struct("!Qd")
+"""Bytes that follow (0: report at once), and seconds from the first of them that do not count as steady."""
+_STREAM_REPORT = struct.Struct("!QQQQ")
+"""Bytes received, time of the last in ns, bytes at the end of the skipped time, when that was (0: ended before)."""
+_DATAGRAM = struct.Struct("!cQQ")
+"""Kind, train or nonce, and the datagram's number in it; in the answer to `_ASK`, how many have arrived."""
+_ECHO, _COUNT, _ASK = b"E", b"C", b"A"
 
 _BLOCK_BYTES: Final = 1024 * 1024
+_RECEIVE_BUFFER_BYTES: Final = 8 * 1024 * 1024
 _UNSENT_BYTES: Final = 256 * 1024
-_SO_SNDBUFFORCE: Final = 32  # socket has no names for these
-_TCP_NOTSENT_LOWAT: Final = 25
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _TCP_NOTSENT_LOWAT = 32, 33, 25  # socket has no names for these
 _ASK_ATTEMPTS: Final = 20
 _WAKER_INTERVAL_S: Final = 5e-4
 _WAKER_WAIT_S: Final = 0.05
 _PATIENCE_S: Final = 20.0
 """For data still under way when the time of a measurement is over."""
+
+
+class Responder:
+    """Answers on `address` of the calling thread's namespace, in threads, until it is closed."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server((address, 0), backlog=16)
+        self.port: int = self._listener.getsockname()[1]
+        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        # Keeps a busy machine from losing datagrams here; only root may exceed the system's limit.
+        with suppress(PermissionError):
+            self._datagrams.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+        self._datagrams.bind((address, self.port))
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._accept, self._answer_datagrams)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        for each in (self._listener, self._datagrams):
+            with suppress(OSError):  # an unconnected socket says so, but wakes its thread up
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+        self._datagrams.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _peer = self._listener.accept()
+                threading.Thread(target=_serve_streams, args=(connection,), daemon=True).start()
+
+    def _answer_datagrams(self) -> None:
+        hurry()
+        tallies: dict[int, int] = {}
+        while True:
+            datagram, sender = self._datagrams.recvfrom(2048)
+            if sender is None:
+                return  # closed
+            if len(datagram) < _DATAGRAM.size:
+                continue
+            kind, train, _number = _DATAGRAM.unpack_from(datagram)
+            if kind == _ECHO:
+                self._datagrams.sendto(datagram, sender)
+            elif kind == _COUNT:
+                tallies[train] = tallies.get(train, 0) + 1
+            elif kind == _ASK:
+                self._datagrams.sendto(_DATAGRAM.pack(_ASK, train, tallies.get(train, 0)), sender)
+
+
+def _serve_streams(connection: socket.socket) -> None:
+    """Receive and report one stream after another, until the peer closes or a fault resets the connection."""
+    hurry()
+    with connection, suppress(ConnectionError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while header := _receive_exactly(connection, _STREAM_HEADER.size):
+            connection.sendall(_swallow(connection, *_STREAM_HEADER.unpack(header)))
+
+
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """That many bytes, or b"" if the peer closed before."""
+    received = connection.recv(num_bytes, socket.MSG_WAITALL)
+    return received if len(received) == num_bytes else b""
+
+
+def _swallow(connection: socket.socket, num_bytes: int, skip_s: float) -> bytes:
+    """Receive a stream; return the report."""
+    received = marked_bytes = 0
+    now_ns = marked_ns = mark_ns = 0
+    # MSG_TRUNC has the kernel drop the data instead of copying it, which leaves more time to the network.
+    scratch = bytearray(_BLOCK_BYTES)
+    while received < num_bytes:
+        piece = connection.recv_into(scratch, min(_BLOCK_BYTES, num_bytes - received), socket.MSG_TRUNC)
+        now_ns = time.monotonic_ns()
+        if piece == 0:
+            break
+        mark_ns = mark_ns or now_ns + int(skip_s * 1e9)
+        received += piece
+        if marked_ns == 0 and now_ns >= mark_ns:
+            marked_bytes, marked_ns = received, now_ns
+    return _STREAM_REPORT.pack(received, now_ns, marked_bytes, marked_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +143,34 @@ class StreamFigures:
     congestion_control: str
 
 
-@dataclass(slots=True)
-class _EchoTrain:
-    """Datagrams under way to the responder and back."""
-
-    datagrams: socket.socket
-    length: int
-    nonce: int = field(default_factory=lambda: random.SystemRandom().getrandbits(63))
-    sent_ns: list[int] = field(default_factory=list)
-    trips_s: dict[int, float] = field(default_factory=dict)
-
-    def send(self) -> None:
-        self.sent_ns.append(time.monotonic_ns())
-        self.datagrams.send(DATAGRAM.pack(ECHO, self.nonce, len(self.sent_ns) - 1).ljust(ECHO_BYTES, b"\0"))
-
-    def collect(self, until_ns: int) -> None:
-        """Note the answers until then, or until all are back."""
-        while len(self.trips_s) < self.length and (left_ns := until_ns - time.monotonic_ns()) > 0:
-            if not select.select([self.datagrams], [], [], left_ns / 1e9)[0]:
-                return
-            received_ns = time.monotonic_ns()
-            _kind, nonce, number = DATAGRAM.unpack_from(self.datagrams.recv(2048))
-            if nonce == self.nonce:
-                self.trips_s.setdefault(number, (received_ns - self.sent_ns[number]) / 1e9)
-
-
 def round_trips(target: Target, count: int, interval_s: float, wait_s: float) -> list[float]:
     """Round trip of each of `count` datagrams, in seconds; lost datagrams are missing.
 
     One is sent every `interval_s`, whether or not an answer has come; the answer to the last is awaited for `wait_s`.
     """
+    nonce = random.SystemRandom().getrandbits(63)
+    sent_ns: list[int] = []
+    trips_s: dict[int, float] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams, hurrying():
+
+        def collect(until_ns: int) -> None:
+            """Note the answers until then, or until all are back."""
+            while len(trips_s) < count and (left_ns := until_ns - time.monotonic_ns()) > 0:
+                if not select.select([datagrams], [], [], left_ns / 1e9)[0]:
+                    return
+                received_ns = time.monotonic_ns()
+                _kind, answered, number = _DATAGRAM.unpack_from(datagrams.recv(2048))
+                if answered == nonce:
+                    trips_s.setdefault(number, (received_ns - sent_ns[number]) / 1e9)
+
         datagrams.connect(target)
-        train = _EchoTrain(datagrams, count)
         start_ns = time.monotonic_ns()
         for number in range(count):
-            train.collect(start_ns + int(number * interval_s * 1e9))
-            train.send()
-        train.collect(time.monotonic_ns() + int(wait_s * 1e9))
-    return list(train.trips_s.values())
+            collect(start_ns + int(number * interval_s * 1e9))
+            sent_ns.append(time.monotonic_ns())
+            datagrams.send(_DATAGRAM.pack(_ECHO, nonce, number).ljust(DATAGRAM_BYTES, b"\0"))
+        collect(time.monotonic_ns() + int(wait_s * 1e9))
+    return list(trips_s.values())
 
 
 def message(target: Target, num_bytes: int, idle_s: float, timeout_s: float, num_wakers: int) -> StreamFigures:
@@ -98,7 +181,10 @@ def message(target: Target, num_bytes: int, idle_s: float, timeout_s: float, num
     and the figures count the bytes that did arrive.
     """
     with _connect(target, timeout_s) as connection:
-        _widen_send_buffer(connection, 4 * num_bytes)
+        # Room for the whole message, so that none of it waits for this program to wake up. Only root may set any
+        # length. SO_SNDBUF would keep TCP from widening the buffer by itself.
+        with suppress(PermissionError):
+            connection.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 4 * num_bytes)
         time.sleep(idle_s)
         with hurrying():
             round_trips(target, num_wakers, _WAKER_INTERVAL_S, _WAKER_WAIT_S)
@@ -119,28 +205,23 @@ def _connect(target: Target, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _widen_send_buffer(connection: socket.socket, num_bytes: int) -> None:
-    """Make room for a whole message, so that none of it waits for this program to wake up."""
-    # Only root may set any length. SO_SNDBUF would keep TCP from widening the buffer by itself.
-    with suppress(PermissionError):
-        connection.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, num_bytes)
-
-
 def _stream(connection: socket.socket, num_bytes: int, skip_s: float, timeout_s: float) -> StreamFigures:
     start_ns = time.monotonic_ns()
     # MSG_MORE: a separate packet would be one more to wait for.
-    connection.sendall(STREAM_HEADER.pack(num_bytes, skip_s), socket.MSG_MORE)
+    connection.sendall(_STREAM_HEADER.pack(num_bytes, skip_s), socket.MSG_MORE)
     if _send_zeros(connection, num_bytes, start_ns + int(timeout_s * 1e9)) < num_bytes:
         connection.shutdown(socket.SHUT_WR)
     connection.settimeout(timeout_s + _PATIENCE_S)
-    report = receive_report(connection)
+    report = _receive_exactly(connection, _STREAM_REPORT.size)
+    if not report:
+        raise ConnectionResetError("the measuring connection was closed before the far end had reported")
+    received, last_ns, marked_bytes, marked_ns = _STREAM_REPORT.unpack(report)
     control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    is_marked = report.marked_ns > 0
     return StreamFigures(
-        num_bytes=report.num_bytes,
-        total_s=max(0, report.last_ns - start_ns) / 1e9,
-        steady_bytes=report.num_bytes - report.marked_bytes if is_marked else 0,
-        steady_s=(report.last_ns - report.marked_ns) / 1e9 if is_marked else 0.0,
+        num_bytes=received,
+        total_s=max(0, last_ns - start_ns) / 1e9,
+        steady_bytes=received - marked_bytes if marked_ns else 0,
+        steady_s=(last_ns - marked_ns) / 1e9 if marked_ns else 0.0,
         congestion_control=control.split(b"\0")[0].decode(),
     )
 
@@ -171,12 +252,12 @@ def count_datagrams(target: Target, count: int, datagrams_per_s: float, wait_s: 
         start_s = time.monotonic()
         for number in range(count):
             time.sleep(max(0.0, start_s + number / datagrams_per_s - time.monotonic()))
-            datagrams.send(DATAGRAM.pack(COUNT, train, number).ljust(COUNTED_BYTES, b"\0"))
+            datagrams.send(_DATAGRAM.pack(_COUNT, train, number).ljust(DATAGRAM_BYTES, b"\0"))
         time.sleep(wait_s)
         for _ in range(_ASK_ATTEMPTS):
-            datagrams.send(DATAGRAM.pack(ASK, train, 0))
+            datagrams.send(_DATAGRAM.pack(_ASK, train, 0))
             if select.select([datagrams], [], [], wait_s)[0]:
-                _kind, answered, tally = DATAGRAM.unpack_from(datagrams.recv(2048))
+                _kind, answered, tally = _DATAGRAM.unpack_from(datagrams.recv(2048))
                 if answered == train:
                     return int(tally)
     raise TimeoutError(f"no answer to {_ASK_ATTEMPTS} requests for the number of datagrams that had arrived")

@@ -8,7 +8,6 @@ The sections that a user writes are in `tahq.comm.network_config`, where cluster
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import EllipsisType
 from typing import Final
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, PathConfig, host_names, listed, nearest
@@ -16,9 +15,6 @@ from tahq.errors import ConfigError
 
 MIN_RATE_BITS_PER_S: Final = 1e4
 """Below, a full packet would take more than a second."""
-
-RateChange = float | EllipsisType | None
-"""bit/s; None: unshaped; ...: unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class PathShape:
     @property
     def needs_netem(self) -> bool:
         """Whether it needs more than shaping of rates."""
-        return (self.delay_s, self.jitter_s, self.loss, self.reorder) != (0.0, 0.0, 0.0, 0.0)
+        return any((self.delay_s, self.jitter_s, self.loss, self.reorder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +70,9 @@ class NetworkPlan:
         """Whether any path needs more than shaping of rates."""
         return any(path.needs_netem for path in self.paths.values())
 
-    def with_rates(self, host: str, up: RateChange = ..., down: RateChange = ...) -> "NetworkPlan":
-        """The plan with other rates of a host in bit/s (None: unshaped, ...: unchanged)."""
-        shape = self.host_shapes[known_host(host, self.hosts)]
-        changed = HostShape(
-            shape.up_bits_per_s if isinstance(up, EllipsisType) else up,
-            shape.down_bits_per_s if isinstance(down, EllipsisType) else down,
-        )
-        return replace(self, host_shapes={**self.host_shapes, host: changed})
+    def with_rates(self, host: str, shape: HostShape) -> "NetworkPlan":
+        """The plan with other rates of a host."""
+        return replace(self, host_shapes={**self.host_shapes, known_host(host, self.hosts): shape})
 
     def with_path(self, source: str, destination: str, shape: PathShape) -> "NetworkPlan":
         """The plan with another path from `source` to `destination`."""
@@ -123,19 +114,15 @@ def uniform(
     rate: float | None = None,
     names: Sequence[str] | None = None,
     congestion_control: str | None = None,
-    tcp_slow_start_after_idle: bool | None = None,
     **host: float,
 ) -> NetworkConfig:
     """A network of identical hosts, called host0, host1, … if `names` does not name them.
 
-    `rate` is in bit/s, of each uplink and downlink; `host` has other fields of `HostConfig`, such as delay=0.01. TCP's
-    settings are those of `NetworkConfig`.
+    `rate` is in bit/s, of each uplink and downlink; `host` has other fields of `HostConfig`, such as delay=0.01.
     """
     config = HostConfig.model_validate({"up": rate, "down": rate} | host)
     return NetworkConfig(
-        hosts=dict.fromkeys(names or host_names(num_hosts), config),
-        congestion_control=congestion_control,
-        tcp_slow_start_after_idle=tcp_slow_start_after_idle,
+        hosts=dict.fromkeys(names or host_names(num_hosts), config), congestion_control=congestion_control
     )
 
 
@@ -162,14 +149,9 @@ def _path(config: NetworkConfig, source: str, destination: str) -> PathShape:
     def first(field: str) -> float:
         return next(float(value) for level in levels if (value := getattr(level, field)) is not None)
 
+    rate = next((pair.rate for pair in exceptions if pair.rate), None)
     try:
-        return PathShape(
-            delay_s=first("delay"),
-            jitter_s=first("jitter"),
-            loss=first("loss"),
-            reorder=first("reorder"),
-            rate_bits_per_s=next((pair.rate for pair in exceptions if pair.rate), None),
-        )
+        return PathShape(first("delay"), first("jitter"), first("loss"), first("reorder"), rate)
     except ConfigError as error:
         raise ConfigError(f"from {source} to {destination}: {error}") from None
 

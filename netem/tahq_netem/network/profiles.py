@@ -6,13 +6,14 @@ The figures and their sources are in profiles.yaml. A user's own file holds one 
 import functools
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names, nearest
 from tahq.errors import ConfigError
+from tahq.typed_yaml.mistakes import Origins, validated
+from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import WRITTEN_BY_HAND, Section
 
 
@@ -43,10 +44,8 @@ class Profile(Section):
         if self.host is not None:
             sites = [self.host]
         hosts = [sites[index * len(sites) // num_hosts] for index in range(num_hosts)]
-        try:
-            return NetworkConfig(hosts=dict(zip(names or host_names(num_hosts), hosts, strict=True)), pairs=self.pairs)
-        except ValidationError as error:
-            raise ConfigError(f"{self.title}: {_first_mistake(error)}") from None
+        named = dict(zip(names or host_names(num_hosts), hosts, strict=True))
+        return validated(NetworkConfig, {"hosts": named, "pairs": self.pairs}, Origins(self.title))
 
 
 def profile(name: str, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:
@@ -61,7 +60,7 @@ def profile(name: str, num_hosts: int, names: list[str] | None = None) -> Networ
 def load_profile(name: str) -> Profile:
     """The profile of that name, or in the YAML file of that path."""
     if "/" in name or name.endswith((".yaml", ".yml")):
-        return _read_file(Path(name))
+        return read_section_file(Path(name), "host", "`tahq-netem profiles` lists the named profiles").check(Profile)
     known = named_profiles()
     if name not in known:
         raise ConfigError(f"no profile {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
@@ -76,26 +75,5 @@ def profiles_text() -> str:
 @functools.cache
 def named_profiles() -> dict[str, Profile]:
     """The named profiles, in the order of the file."""
-    return {str(name): _validated(entry) for name, entry in yaml.safe_load(profiles_text()).items()}
-
-
-def _validated(entry: Any) -> Profile:
-    return Profile.model_validate(entry, context=WRITTEN_BY_HAND)
-
-
-def _read_file(path: Path) -> Profile:
-    try:
-        return _validated(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the profile {path}: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_first_mistake(error)}") from None
-
-
-def _first_mistake(error: ValidationError) -> str:
-    first = error.errors()[0]
-    place = ".".join(str(step) for step in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
+    entries = yaml.safe_load(profiles_text()).items()
+    return {name: Profile.model_validate(entry, context=WRITTEN_BY_HAND) for name, entry in entries}

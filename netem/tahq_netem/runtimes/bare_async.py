@@ -14,7 +14,7 @@ from torch import distributed
 from tahq.data.batches import StepBatch
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind
-from tahq_netem.runtimes.gloo_stage import StagePart, join
+from tahq_netem.runtimes.gloo import StagePart, join
 
 DEEP = "1f1b-deep"
 Pending = tuple[distributed.Work, torch.Tensor]

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules
 
 from tahq.errors import TahqError
 from tahq.pipeline.schedule.generators import generate
-from tahq_netem.runtimes.gloo_stage import StagePart, join
+from tahq_netem.runtimes.gloo import StagePart, join
 
 
 def _one_f_one_b_in_the_runtime(stage: pipelining.PipelineStage, count: int, **options: Any) -> Any:

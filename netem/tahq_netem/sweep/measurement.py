@@ -1,4 +1,4 @@
-"""One point measured: the network is changed under a running session, some steps pass, the next ones count.
+"""One point measured: the network is changed under a running session, some steps pass, the next steps count.
 
 A row has a step's time, its tokens per second, the bytes that crossed, the busy cores, and the share of the bound.
 """
@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tahq.comm.network_config import NetworkConfig
 from tahq.errors import TahqError
 from tahq.plan.simulate.costs import StepWork
+from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.machine import BusyCores, BusyMeter, num_usable_cores
-from tahq_netem.network.description import NetworkPlan
-from tahq_netem.network.fault_player import FaultEvent, play
-from tahq_netem.network.faults import NetworkFault
+from tahq_netem.network.description import NetworkPlan, PathShape, plan_network
+from tahq_netem.network.faults import FaultEvent, NetworkFault, conditions, play
 from tahq_netem.runtimes.session import RuntimeSession, RuntimeStep
 from tahq_netem.sweep.points import SessionKey
-from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, session_schedule, step_bound_s
-from tahq_netem.sweep.spec import StepsConfig, SweepConfig
+from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import CodecSeconds, num_steps, predicted_step_s, session_schedule, step_bound_s
 
 PATIENCE = 4.0
 """A session counts as stuck after this many times a step's bound, beyond `timeout`."""
@@ -70,10 +71,22 @@ class Measurement:
         }
 
 
-def num_steps(steps: StepsConfig, expected_step_s: float) -> int:
-    """As many steps as fit into `about`, within the limits."""
-    fitting = int(steps.about / expected_step_s) if expected_step_s > 0 else steps.at_most
-    return max(steps.at_least, min(steps.at_most, fitting))
+def open_network(config: NetworkConfig, sweep: SweepConfig) -> Network:
+    """Build a network, by the kernel alone where that is enough, since it costs least."""
+    plan = plan_network(config)
+    settings = [conditions(plan, faults) for faults in ([], *([fault] for fault in sweep.faults))]
+    shapes = [shape for each in settings for shape in each.values() if isinstance(shape, PathShape)]
+    rates_only = not any(shape.needs_netem for shape in shapes)
+    return build_network(config, backend=sweep.backend, rates_only=rates_only)
+
+
+def apply_plan(network: Network, plan: NetworkPlan) -> None:
+    """Give a network that is up other rates and paths."""
+    for host, shape in plan.host_shapes.items():
+        network.set_rates(host, shape)
+    for (source, destination), path in plan.paths.items():
+        if network.plan.paths[source, destination] != path:
+            network.set_path(source, destination, path)
 
 
 def measure_point(

@@ -7,7 +7,7 @@ while the network under them changes. Starting workers takes longer than most me
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -121,6 +121,22 @@ def by_session(points: Iterable[Point]) -> dict[SessionKey, list[Point]]:
     for point in points:
         sessions.setdefault(point.session, []).append(point)
     return sessions
+
+
+def demands(choice: NetworkChoice, num_hosts: int) -> tuple[bool, bool, float]:
+    """Whether a network loses packets, whether it delays them, and the longest delay: a measure of its difficulty."""
+    paths = choice.plan(num_hosts).paths.values()
+    has_losses = any(path.loss or path.reorder for path in paths)
+    return has_losses, any(path.needs_netem for path in paths), max(path.delay_s for path in paths)
+
+
+def by_network_kind(points: Sequence[Point]) -> list[list[Point]]:
+    """Group points by number of hosts, losses and delays, so that a point pays only for what its network needs."""
+    kinds: dict[tuple[int, bool, bool], list[Point]] = {}
+    for point in points:
+        has_losses, has_delays, _ = demands(point.network, point.session.stages)
+        kinds.setdefault((point.session.stages, has_losses, has_delays), []).append(point)
+    return list(kinds.values())
 
 
 def _sessions(config: SweepConfig) -> Iterator[SessionKey]:

@@ -12,28 +12,40 @@ Invariants:
 """
 
 import os
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tahq.comm.network_config import NetworkConfig
 from tahq.errors import TahqError, message_of
 from tahq_netem.backends.network import Network
+from tahq_netem.measure.calibration import calibrate
 from tahq_netem.measure.machine import BusyMeter, describe_machine
-from tahq_netem.runtimes.gloo_session import GlooSession
+from tahq_netem.runtimes.gloo import GlooSession
 from tahq_netem.runtimes.session import RuntimeSession, SessionRequest, StartSession
 from tahq_netem.runtimes.tahq_runtime import TahqSession
-from tahq_netem.sweep.measurement import Measurement, check_busy, check_faults, measure_point, prediction_of
-from tahq_netem.sweep.networks import apply_plan, by_network_kind, calibrate_quickly, demands, open_network
-from tahq_netem.sweep.points import NetworkChoice, Point, SessionKey, by_session, sweep_points
-from tahq_netem.sweep.progress import SweepProgress
+from tahq_netem.sweep.measurement import (
+    apply_plan,
+    check_busy,
+    check_faults,
+    measure_point,
+    open_network,
+    prediction_of,
+)
+from tahq_netem.sweep.points import NetworkChoice, Point, SessionKey, by_network_kind, by_session, demands, sweep_points
 from tahq_netem.sweep.results import DONE, FAILED, ResultFile
-from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.spec import SweepConfig, load_sweep
 from tahq_netem.sweep.stage_times import StageTimes
 from tahq_netem.sweep.stage_times import calibrate as calibrate_compute
 from tahq_netem.sweep.workload import (
@@ -52,6 +64,60 @@ RUNTIMES: Mapping[str, StartSession] = {
 }
 OPEN_LINKS = NetworkChoice()
 """Workers start on an unshaped network: the first step, which is not measured, may be much larger (AQ-SGD's is)."""
+
+
+def run_sweep_file(path: Path, results: Path | None = None, limit_s: float | None = None) -> "SweepOutcome":
+    """Measure the points of a sweep.yaml that have no result yet.
+
+    `results` defaults to the sweep's name beside the file; no point is started that is expected to end after `limit_s`.
+    """
+    config = load_sweep(path)
+    return run_sweep(config, results or path.parent / f"{config.name}.jsonl", limit_s)
+
+
+def run_sweep(config: SweepConfig, results: Path, limit_s: float | None = None) -> "SweepOutcome":
+    """Measure the points of a configuration that have no result yet."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    with ResultFile(results) as file:
+        try:
+            with _unwinding() as has_begun:
+                outcome = SweepRun(config, file, console, Outside(is_ending=has_begun), limit_s).run()
+        except (KeyboardInterrupt, SystemExit):
+            console.print(f"stopped; the results so far are in {results}, and the same command continues from there")
+            raise
+    console.print(f"{results}: {outcome.num_done} points done, {outcome.num_failed} failed, {outcome.num_left} left")
+    return outcome
+
+
+@contextmanager
+def _unwinding() -> Iterator[Callable[[], bool]]:
+    """Have SIGTERM and SIGHUP unwind as Ctrl-C does, so that sessions and networks are closed.
+
+    An exception raised by a handler is lost in callbacks of Python itself (weak references), and becomes another error
+    in an event loop. So the sweep asks between points whether a signal has arrived (the value of the context), and
+    SystemExit is raised again at the end.
+    """
+    arrived: list[int] = []
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield lambda: bool(arrived)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived:
+            raise SystemExit(128 + arrived[0])
+
+
+def calibrate_quickly(network: Network) -> dict[str, Any]:
+    """Measure a network between neighbours; return the figures, fit for JSON."""
+    found = calibrate(network, quick=True)
+    found.check()
+    return found.as_dict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +153,7 @@ class SweepRun:
 
     config: SweepConfig
     results: ResultFile
-    progress: SweepProgress
+    console: Console
     outside: Outside
     limit_s: float | None = None
     _seen: set[str] = field(default_factory=set)
@@ -95,6 +161,11 @@ class SweepRun:
     _times: dict[tuple[int, int], StageTimes] = field(default_factory=dict)
     _calibrations: dict[NetworkChoice, dict[str, Any]] = field(default_factory=dict)
     _is_under_way: bool = False
+
+    def __post_init__(self) -> None:
+        left = TextColumn("{task.fields[left]} left")
+        columns = (TextColumn("{task.description}"), BarColumn(), left, TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def run(self) -> SweepOutcome:
         """Measure the missing points."""
@@ -104,10 +175,14 @@ class SweepRun:
             self.config.timeline.check(point.network.plan(point.session.stages))
         missing = [point for point in points if not self.results.is_done(point.id)]
         self._machine = describe_machine(self.config.device)
-        self.progress.begin(len(points), len(missing), expected_sweep_s(self.config, missing))
-        for network_points in by_network_kind(missing):
-            if self._has_time():
-                self._measure_on_one_network(network_points)
+        expected_s = expected_sweep_s(self.config, missing)
+        self._say(f"{len(points)} points, {len(missing)} to measure, about {expected_s / 60:.0f} min or more")
+        with self._bar:
+            # By the expected time, not the number of points: one at 20 Mbit/s takes as long as ten unshaped ones.
+            self._task = self._bar.add_task("sweep", total=max(expected_s, 1e-9), left=len(missing))
+            for network_points in by_network_kind(missing):
+                if self._has_time():
+                    self._measure_on_one_network(network_points)
         done = sum(self.results.is_done(point.id) for point in points)
         failed = sum(self.results.rows.get(point.id, {}).get("status") == FAILED for point in points)
         return SweepOutcome(done, failed, len(points) - done - failed)
@@ -118,7 +193,7 @@ class SweepRun:
         hardest = max((point.network for point in points), key=lambda choice: demands(choice, hosts))
         config = hardest.config(hosts, self.config.congestion_control, self.config.tcp_slow_start_after_idle)
         with self.outside.open_network(config, self.config) as network:
-            self.progress.say(f"network of {hosts} hosts, backend {network.backend}, {network.congestion_control}")
+            self._say(f"network of {hosts} hosts, backend {network.backend}, {network.congestion_control}")
             self._calibrations.clear()
             for session_points in by_session(points).values():
                 self._measure_session(network, session_points)
@@ -131,7 +206,7 @@ class SweepRun:
         if not self.config.calibrate:
             self._calibrations[choice] = {"network": network.describe()}
         elif choice not in self._calibrations:
-            self.progress.say(f"measuring the network: {choice.label}")
+            self._say(f"measuring the network: {choice.label}")
             try:
                 apply_plan(network, choice.plan(point.session.stages))
                 self._calibrations[choice] = self.outside.calibrate_network(network)
@@ -162,7 +237,7 @@ class SweepRun:
 
     def _run_session(self, network: Network, points: Sequence[Point], times: StageTimes | None) -> None:
         key = points[0].session
-        self.progress.say(f"starting {key.label}")
+        self._say(f"starting {key.label}")
         apply_plan(network, OPEN_LINKS.plan(key.stages))
         with tempfile.TemporaryDirectory(prefix="tahq-sweep-") as name:
             folder = Path(name)
@@ -184,13 +259,12 @@ class SweepRun:
     def _measure(self, network: Network, session: RuntimeSession, point: Point, times: StageTimes | None) -> None:
         key = point.session
         plan = point.network.plan(key.stages)
-        self.progress.start(point)
+        self._bar.update(self._task, description=point.label)
         apply_plan(network, plan)
         begin_s = self.outside.clock()
         work = planned_work(self.config, key, times)
         measured = measure_point(session, self.config, network, work, times, self.outside.busy_meter)
         seconds = self.outside.clock() - begin_s
-        error = self._objection(measured, times)
         row = self._row(point, DONE) | measured.as_dict() | prediction_of(key, work, plan, measured)
         row |= {
             "seconds": seconds,
@@ -198,19 +272,13 @@ class SweepRun:
             "elements_a_step": measured.tokens_per_step * (self.config.model.hidden_size or 0),
             "calibration": self._calibrations.get(point.network),
         }
-        if error is not None:
-            row |= {"status": FAILED, "error": str(error)}
-        self._finish(point, row, times)
-
-    def _objection(self, measured: Measurement, times: StageTimes | None) -> TahqError | None:
-        """Why the measurement does not count; None if it does."""
         try:
             check_faults(measured)
             if times is not None:
                 check_busy(measured.busy, self.config.max_busy_cores)
         except TahqError as error:
-            return error
-        return None
+            row |= {"status": FAILED, "error": str(error)}
+        self._finish(point, row, times)
 
     def _fail(self, points: Sequence[Point], error: TahqError) -> None:
         for point in points:
@@ -220,17 +288,17 @@ class SweepRun:
     def _finish(self, point: Point, row: dict[str, Any], times: StageTimes | None) -> None:
         self.results.append(row)
         self._seen.add(point.id)
-        self.progress.finish(point, row, expected_point_s(self.config, point, times))
+        left = self._bar.tasks[self._task].fields["left"] - 1
+        self._bar.update(self._task, advance=expected_point_s(self.config, point, times), left=left)
+        self._say(f"[{left} left] {point.label}: {_result_line(row)}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line)
 
     def _row(self, point: Point, status: str) -> dict[str, Any]:
         config = self.config
-        common = {
-            "global_batch": config.global_batch,
-            "seq_len": config.sample_len,
-            "congestion_control": config.congestion_control,
-            "tcp_slow_start_after_idle": config.tcp_slow_start_after_idle,
-            "piece": config.piece,
-        }
+        keys = ("global_batch", "congestion_control", "tcp_slow_start_after_idle", "piece")
+        common = {"seq_len": config.sample_len} | {key: getattr(config, key) for key in keys}
         return {
             "id": point.id,
             "sweep": config.name,
@@ -248,7 +316,7 @@ class SweepRun:
             return StageTimes(key.forward_s, key.backward_s)
         size = (key.stages, key.micro_batch)
         if size not in self._times:
-            self.progress.say(f"timing the compute of {key.stages} stages with micro-batches of {key.micro_batch}")
+            self._say(f"timing the compute of {key.stages} stages with micro-batches of {key.micro_batch}")
             with tempfile.TemporaryDirectory(prefix="tahq-sweep-") as name:
                 self._times[size] = calibrate_compute(session_config(self.config, key, Path(name), None))
         return self._times[size]
@@ -269,3 +337,11 @@ class SweepRun:
 
     def _unseen(self, points: Sequence[Point]) -> list[Point]:
         return [point for point in points if point.id not in self._seen]
+
+
+def _result_line(row: Mapping[str, Any]) -> str:
+    if row["status"] != DONE:
+        return f"FAILED: {row['error']}"
+    share = f", {row['share_of_bound']:.0%} of the bound" if row["share_of_bound"] is not None else ""
+    busy = f"{row['busy_cores']:.2f} cores busy (others {row['busy_cores_of_others']:.2f})"
+    return f"{row['tokens_per_s']:,.0f} tokens/s, {row['step_s']:.2f} s per step{share}, {busy}"

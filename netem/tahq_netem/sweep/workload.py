@@ -1,17 +1,29 @@
-"""From a point of a sweep to its cluster.yaml, the same for every runtime, and to the expected duration of its steps.
+"""A point's workload: its cluster.yaml, the same for every runtime, and how long a step should take.
 
-`hosts` stays `local` in it: the network decides hosts and links, and workers do no shaping. Expected durations are the
-steps' bounds, without real and calibrated compute, which is not known beforehand. These lower limits are good enough to
-order points, to show progress, and to not start what cannot end in time.
+`hosts` stays `local` in the configuration: the network decides hosts and links, and workers do no shaping.
+
+The *bound* (`tahq.plan.simulate.bound`) is the shortest time that compute and bytes leave open for a step, without
+codecs. Expected durations are bounds without real and calibrated compute, which is not known beforehand: good enough to
+order points, to show progress, and to not start what cannot end in time. The *prediction* is a step in the planner's
+simulator at the same compute, bytes, rates, delays and codec times:
+
+    step = max over stages of (end of its last action + delay of its PREPARE to the coordinator)
+
+The coordinator is on the first stage's host, so the next step begins there as soon as all stages have prepared; without
+a coordinator there is no such delay. torch is not predicted: it waits for sends, and the simulator does not.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from tahq.comm.config import LinksConfig
+from tahq.comm.network_model import ACKNOWLEDGED_SHARE, GOODPUT_SHARE, SHORTEST_QUEUE_S, goodput_bits_per_s
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.config.run import RunConfig
@@ -21,21 +33,30 @@ from tahq.errors import ConfigError
 from tahq.models.config import SleepConfig
 from tahq.models.sleeping_slice import INPUT_GRADIENT_SHARE
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
-from tahq.pipeline.schedule.generators import GENERATORS
-from tahq.plan.simulate.costs import StepWork
+from tahq.pipeline.schedule.generators import GENERATORS, generate
+from tahq.pipeline.schedule.schedule import Schedule
+from tahq.plan.simulate.bound import step_bound, step_seconds
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
+from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq_netem.sweep.measurement import num_steps
+from tahq_netem.network.description import NetworkPlan
+from tahq_netem.runtimes.bare_async import actions_of
+from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.points import Point, SessionKey, by_session
-from tahq_netem.sweep.prediction import step_bound_s
-from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.spec import StepsConfig, SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
 
 MANY_STEPS = 1_000_000
 """A session trains until it is ended."""
+START_S = 15.0
+"""Expected time to start a session."""
 NUM_BYTE_TOKENS = 256
 SPLIT_SCHEDULES = ("zero-bubble",)
 """Schedules that compute the input gradient first and the weight gradient later."""
+SHARED_NBYTES = 64 * 1024
+"""Links that share an uplink take turns after this many bytes. TCP shares it packet by packet, which takes longer to
+simulate and gives nearly the same times."""
 
 
 def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: StageTimes | None) -> ClusterConfig:
@@ -71,10 +92,10 @@ def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) 
     activation_nbytes, gradient_nbytes = (
         (float(get_codec(spec).encoded_nbytes(shape)),) * (key.stages - 1) for spec in (key.activations, key.gradients)
     )
-    nothing = (0.0,) * key.stages
+    of_stages = times or StageTimes((0.0,) * key.stages, (0.0,) * key.stages)
     return StepWork(
-        forward_s=times.forward_s if times is not None else nothing,
-        backward_s=times.backward_s if times is not None else nothing,
+        forward_s=of_stages.forward_s,
+        backward_s=of_stages.backward_s,
         activation_nbytes=activation_nbytes,
         gradient_nbytes=gradient_nbytes,
         num_micro_batches=sweep.global_batch // key.micro_batch,
@@ -115,8 +136,10 @@ def _random_data(sweep: SweepConfig, folder: Path) -> DataConfig:
     return DataConfig(tokens=str(path.absolute()), seq_len=sweep.seq_len, validation=0.0, shuffle=False)
 
 
-START_S = 15.0
-"""Expected time to start a session."""
+def num_steps(steps: StepsConfig, expected_step_s: float) -> int:
+    """As many steps as fit into `about`, within the limits."""
+    fitting = int(steps.about / expected_step_s) if expected_step_s > 0 else steps.at_most
+    return max(steps.at_least, min(steps.at_most, fitting))
 
 
 def expected_step_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:
@@ -138,3 +161,118 @@ def expected_sweep_s(config: SweepConfig, points: Sequence[Point]) -> float:
         times = StageTimes(key.forward_s, key.backward_s) if key.forward_s else None
         seconds += expected_point_s(config, point, times)
     return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSeconds:
+    """Seconds to code a micro-batch at a cut, each way, at the sender and at the receiver."""
+
+    forward_encode_s: float = 0.0
+    forward_decode_s: float = 0.0
+    backward_encode_s: float = 0.0
+    backward_decode_s: float = 0.0
+
+    @classmethod
+    def measured(cls, steps: Sequence[RuntimeStep], num_micro_batches: int) -> "CodecSeconds | None":
+        """Means over steps; None where the runtime does not report them.
+
+        A stage between two others reports the sum of both directions. The first stage encodes activations and decodes
+        gradients, the last one the other way round, so their times are used for every cut.
+        """
+        if not steps or not all(step.codec_s for step in steps):
+            return None
+        (first_encode, first_decode), (last_encode, last_decode) = (
+            tuple(fmean(step.codec_s[stage][kind] for step in steps) / num_micro_batches for kind in (0, 1))
+            for stage in (0, -1)
+        )
+        return cls(first_encode, last_decode, last_encode, first_decode)
+
+
+def session_schedule(key: SessionKey, num_micro_batches: int) -> Schedule | None:
+    """The schedule that a session's stages follow; None where the simulator is no model of its runtime."""
+    if key.runtime == "torch":
+        return None
+    if key.runtime == "bare":
+        rows = tuple(actions_of(key.schedule, stage, key.stages, num_micro_batches) for stage in range(key.stages))
+        return Schedule(key.schedule, num_micro_batches, rows, tuple(range(key.stages)))
+    return schedule_with_depth(key.schedule, key.stages, num_micro_batches, key.in_flight)
+
+
+def schedule_with_depth(
+    name: str, num_stages: int, num_micro_batches: int, in_flight: int | tuple[int, ...] | None
+) -> Schedule:
+    """tahq's schedule of that name, with this many micro-batches in flight; None: the schedule's own number."""
+    depths = (in_flight,) * num_stages if isinstance(in_flight, int) else in_flight
+    return generate(name, num_stages, num_micro_batches, depths=depths)
+
+
+def predicted_step_s(
+    schedule: Schedule,
+    work: StepWork,
+    plan: NetworkPlan,
+    codec: CodecSeconds,
+    *,
+    hosts: Sequence[str] | None = None,
+    has_coordinator: bool = True,
+    queue_s: float | None = None,
+) -> float:
+    """Seconds of a step in the simulator, of a schedule with one chunk per stage.
+
+    `hosts` are the stages' in order (None: the network's first), `queue_s` as of `step_costs`; with a coordinator,
+    stages report the end of a step to the first stage's host.
+    """
+    hosts = plan.hosts[: schedule.num_stages] if hosts is None else hosts
+    timeline = simulate(schedule, step_costs(work, plan, codec, hosts, queue_s))
+    ends_s = dict.fromkeys(range(len(hosts)), 0.0)
+    for span in timeline.actions:
+        ends_s[span.stage] = max(ends_s[span.stage], span.end_s)
+    if has_coordinator:
+        for stage, host in enumerate(hosts[1:], 1):
+            ends_s[stage] += plan.paths[host, hosts[0]].delay_s
+    return max(ends_s.values())
+
+
+def step_bound_s(work: StepWork, plan: NetworkPlan) -> float:
+    """The shortest time that a step can take on the network's first hosts, whatever the schedule; codecs apart."""
+    hosts = plan.hosts[: len(work.forward_s)]
+    costs = step_costs(work, plan, CodecSeconds(), hosts, latency=min)
+    is_split = work.input_gradient_s is not None
+    return float(step_bound(step_seconds(costs, work.num_micro_batches, split=is_split)))
+
+
+def step_costs(
+    work: StepWork,
+    plan: NetworkPlan,
+    codec: CodecSeconds,
+    hosts: Sequence[str],
+    queue_s: float | None = None,
+    latency: Callable[[float, float], float] = max,
+) -> Costs:
+    """The costs of a step on the stages' hosts and the paths between them, at TCP's goodput.
+
+    Uplinks of a plan have no caps, so TCP shares each between its links. `queue_s` is the length of the queues before
+    slow lines (None: that of this network); `latency` chooses from the delays of both directions of a path.
+    """
+    if queue_s is None:
+        queue_s = max([SHORTEST_QUEUE_S, *(plan.round_trip_s(*ends) for ends in itertools.pairwise(hosts))])
+    shapes = [plan.host_shapes[host] for host in hosts]
+    paths = []
+    for ends in itertools.pairwise(hosts):
+        there, back = plan.paths[ends], plan.paths[ends[::-1]]
+        paths.append(
+            CutCosts(
+                **asdict(codec),
+                latency_s=latency(there.delay_s, back.delay_s),
+                forward_bits_per_s=goodput_bits_per_s(there.rate_bits_per_s),
+                backward_bits_per_s=goodput_bits_per_s(back.rate_bits_per_s),
+            )
+        )
+    return Costs(
+        compute_s=work.compute_s(),
+        cuts=work.cuts(paths),
+        hosts=[HostCosts(*map(goodput_bits_per_s, (it.up_bits_per_s, it.down_bits_per_s))) for it in shapes],
+        piece_nbytes=SHARED_NBYTES,
+        first=None,
+        queue_s=queue_s,
+        acknowledged=GOODPUT_SHARE * ACKNOWLEDGED_SHARE,  # rates are of data alone
+    )

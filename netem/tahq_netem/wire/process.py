@@ -1,8 +1,8 @@
-"""The wire's process: moves frames between the hosts' TUN devices, as `switch` decides.
+"""The wire's process, which moves frames between the hosts' TUN devices as a `Switch` decides; and its owner's end.
 
-Started by `control.WireProcess` as ``python -m tahq_netem.wire.process CONTROL OWNER DEVICE DEVICE …`` with open
-descriptors. It ends with the control connection or with its owner (a pidfd): a forked child of the owner may keep the
-connection open. One thread waits for frames, requests and the time of the next due frame, then does all that is due.
+They exchange pickled values over a socket pair. The owner sends the plan and the hosts' addresses, then one request at
+a time, (a method of `Switch` that takes the time, its arguments); each is answered with (result, error). The process
+ends with the connection or with its owner (a pidfd): a forked child of the owner may keep the connection open.
 """
 
 import functools
@@ -10,22 +10,26 @@ import gc
 import os
 import select
 import signal
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, Final
 
-from pydantic import TypeAdapter
-
-from tahq.errors import TahqError
-from tahq_netem.network.description import HostShape, NetworkPlan, PathShape
-from tahq_netem.programs import hurry
-from tahq_netem.wire.control import receive, send
+from tahq.errors import NetworkError, TahqError
+from tahq_netem.network.description import NetworkPlan
+from tahq_netem.programs import hurry, module_argv, module_environment
+from tahq_netem.wire.lines import Switch
 from tahq_netem.wire.packet import LARGEST_FRAME_BYTES
-from tahq_netem.wire.switch import Switch
 
+ANSWER_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 60.0
+"""For the process to start, and to set up the 62,250 paths of 250 hosts."""
+GRACE_S: Final = 3.0
 EARLY_S: Final = 1e-4
 """How much early the process wakes up for due frames and delivers them: about the time until the receiver notices."""
 HANDOVER_S: Final = 1e-4
@@ -38,21 +42,89 @@ FRAMES_AT_ONCE: Final = 64
 """Frames read from one host before the others get their turn."""
 
 
-class Wire:
-    """The loop, over the descriptors of the devices in the plan's order."""
+class WireControl:
+    """The owner's end of the connection. Threads may share it."""
+
+    def __init__(self, own_end: socket.socket) -> None:
+        self._socket = own_end
+        self._connection = Connection(os.dup(own_end.fileno()))
+        self._turn = threading.Lock()
+        self._owner = os.getpid()
+        self._failure: str | None = None
+
+    def ask(self, *message: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """Send a message and return the result that the process answers with."""
+        with self._turn:
+            result, error = self._exchange(message, timeout_s)
+        if error is not None:
+            raise NetworkError(f"the network's wire process refused: {error}")
+        return result
+
+    def _exchange(self, message: Any, timeout_s: float) -> Any:
+        # After a failure every exchange fails: the next answer could be that to an earlier message.
+        if self._failure is None:
+            try:
+                self._connection.send(message)
+                if self._connection.poll(timeout_s):
+                    return self._connection.recv()
+                self._failure = f"did not answer within {timeout_s:g} s"
+            except EOFError:
+                self._failure = "has ended (see its output on stderr)"
+            except OSError as error:
+                self._failure = f"is gone ({error.strerror or error})"
+        raise NetworkError(f"the network's wire process {self._failure}; build the network again")
+
+    def close(self) -> None:
+        """End the process; also from a signal handler, or while another thread waits for an answer."""
+        # Closing alone would not wake that thread up. A forked child only closes its copy.
+        if os.getpid() == self._owner:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._connection.close()
+
+
+class WireProcess(WireControl):
+    """A wire process between the hosts' devices, given by their descriptors in the plan's order."""
+
+    def __init__(self, devices: Sequence[int], plan: NetworkPlan, addresses: Sequence[str]) -> None:
+        own_end, wire_end = socket.socketpair()
+        super().__init__(own_end)
+        owner = os.pidfd_open(os.getpid())
+        descriptors = [wire_end.fileno(), owner, *devices]
+        with wire_end, os.fdopen(owner, "rb"):
+            self._process = subprocess.Popen(
+                module_argv("tahq_netem.wire.process", *map(str, descriptors)),
+                pass_fds=descriptors,
+                env=module_environment(),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        try:
+            self.scheduling: str = self.ask(plan, addresses, timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process; a second time does nothing."""
+        super().close()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Wire:
+    """The process's loop: waits for frames, requests and the time of the next due frame, then does all that is due."""
 
     def __init__(self, control: Connection, owner: int, devices: Sequence[int]) -> None:
         self._control = control
         self._devices = devices
-        plan, addresses = receive(control)
-        self._switch = switch = Switch(TypeAdapter(NetworkPlan).validate_python(plan), addresses, self._deliver)
-        self._requests: dict[str, Callable[..., None]] = {
-            "set_rates": lambda host, shape: switch.set_rates(monotonic(), host, HostShape(**shape)),
-            "set_path": lambda source, destination, shape: switch.set_path(
-                monotonic(), source, destination, PathShape(**shape)
-            ),
-            "set_link": lambda host, is_up: switch.set_link(host, is_up=is_up),
-        }
+        plan, addresses = control.recv()
+        self._switch = Switch(plan, addresses, self._deliver)
         self._is_running = True
         self._actions: dict[int, Callable[[], None]] = {
             device: functools.partial(self._receive, host, device) for host, device in enumerate(devices)
@@ -60,7 +132,6 @@ class Wire:
         self._actions |= {control.fileno(): self._serve, owner: self._stop}
 
     def run(self) -> None:
-        """Move frames until the owner is gone."""
         self._answer(hurry())
         descriptors = list(self._actions)
         while self._is_running:
@@ -89,18 +160,18 @@ class Wire:
 
     def _serve(self) -> None:
         try:
-            name, *arguments = receive(self._control)
+            name, *arguments = self._control.recv()
         except (EOFError, OSError):
             self._stop()
             return
         try:
-            self._answer(self._requests[name](*arguments))
-        except (TahqError, KeyError, TypeError, ValueError) as error:
+            self._answer(getattr(self._switch, name)(monotonic(), *arguments))
+        except (TahqError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._answer(None, f"{type(error).__name__}: {error}")
 
     def _answer(self, result: Any, error: str | None = None) -> None:
         with suppress(OSError):  # that the owner is gone is noticed by the next read
-            send(self._control, (result, error))
+            self._control.send((result, error))
 
     def _stop(self) -> None:
         self._is_running = False
@@ -112,9 +183,9 @@ def main(arguments: Sequence[str]) -> None:
     # Ctrl-C is for the owner, which closes the control connection when everything else has ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        wire = Wire(Connection(control), owner, devices)
+        wire = _Wire(Connection(control), owner, devices)
     except (EOFError, OSError):
-        return  # the owner ended before it had sent the order
+        return  # the owner ended before it had sent the plan
     # Frames create no reference cycles, and a collection would delay due frames.
     gc.freeze()
     gc.disable()

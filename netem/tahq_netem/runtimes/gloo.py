@@ -1,4 +1,8 @@
-"""One stage's process under gloo: the common part of the runtimes over it.
+"""Runtimes over torch.distributed and gloo: a session of one program per stage, and what these programs share.
+
+The programs (`torch_pipelining`, `bare_async`) are started with PLAN RANK and write each stage's steps as JSON lines. A
+step is over when the first stage has finished it, since its last backward is the last of all, and the last stage has
+written the loss.
 
 Tensors cross the wire from CPU memory in fp32 or bf16, wherever the stage computes; so the boundary of a stage, which
 converts and copies them, is part of its module, and gradients cross it in the same type.
@@ -11,10 +15,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from pyroute2 import IPRoute
@@ -22,17 +27,72 @@ from torch import distributed, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at run time
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.file import config_from_json
+from tahq.config.file import config_from_json, config_json
 from tahq.data.batches import BatchSource
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.gradients import summed_cross_entropy
+from tahq.quant.spec import CodecSpec
 from tahq.worker.assembly import StageData, compute_device, computes_in_bf16
-from tahq_netem.programs import leave_with_stdin
-from tahq_netem.runtimes.gloo_session import steps_file, wire_dtype
+from tahq_netem.programs import leave_with_stdin, module_argv
+from tahq_netem.runtimes.session import GrowingLines, RuntimeSession, RuntimeStep, SessionRequest
+from tahq_netem.sweep.spec import HALF_WIRE, PLAIN_WIRE
 from tahq_netem.sweep.stage_times import build_stage
 
+STORE_PORT = 7702
+PLAN_FILE = "plan.json"
+DTYPES = {CodecSpec.parse(PLAIN_WIRE): torch.float32, CodecSpec.parse(HALF_WIRE): torch.bfloat16}
 _TIMEOUT = timedelta(hours=1)
 """Long, since the sweep decides when a step takes too long."""
+
+
+class GlooSession(RuntimeSession):
+    """Processes that joined one gloo group; `module` is the program."""
+
+    def __init__(self, request: SessionRequest, module: str) -> None:
+        self._module = module
+        self._rows: list[dict[str, Any]] = []
+        self._loss_of: dict[int, float | None] = {}
+        super().__init__(request)
+
+    def _start_all(self) -> None:
+        config, network, hosts = self.request.config, self.request.network, self.request.hosts
+        elements = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0)
+        frame_nbytes = elements * wire_dtype(config).itemsize
+        self._frames = (float(frame_nbytes * config.training.num_micro_batches),) * (len(hosts) - 1)
+        self._seconds = GrowingLines(self.request.folder / steps_file(0))
+        self._losses = GrowingLines(self.request.folder / steps_file(len(hosts) - 1))
+        plan = {
+            "config": config_json(config),
+            "schedule": self.request.schedule,
+            "addresses": [network.address(host) for host in hosts],
+            "port": STORE_PORT,
+        }
+        (self.request.folder / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
+        for rank, host in enumerate(hosts):
+            self.start(f"rank {rank}", host, module_argv(self._module, PLAN_FILE, str(rank)), stage=rank)
+
+    def steps_so_far(self) -> list[RuntimeStep]:
+        """The first stage's rows for which the last stage has written the loss."""
+        self._rows += self._seconds.read()
+        self._loss_of |= {row["step"]: row["loss"] for row in self._losses.read()}
+        finished = list(itertools.takewhile(lambda row: row["step"] in self._loss_of, self._rows))
+        del self._rows[: len(finished)]
+        return [self._record(row) for row in finished]
+
+    def _record(self, row: Mapping[str, Any]) -> RuntimeStep:
+        loss = self._loss_of.pop(row["step"])
+        nothing = ((0.0, 0.0),) * (len(self._frames) + 1)  # tensors are sent as they are
+        return RuntimeStep(row["step"], row["seconds"], loss, self._frames, self._frames, codec_s=nothing)
+
+
+def wire_dtype(config: ClusterConfig) -> torch.dtype:
+    """The type in which stages exchange tensors, both ways; fp32 where a program packs them itself."""
+    return DTYPES.get(CodecSpec.parse(config.wire.activations), torch.float32)
+
+
+def steps_file(rank: int) -> str:
+    """Where a rank writes its steps."""
+    return f"steps-{rank}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
