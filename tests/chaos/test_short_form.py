@@ -1,4 +1,4 @@
-"""Each row that is quick, once: the short form of `make chaos`."""
+"""Each row that is quick, once: the short form of `make chaos`; most rows of real processes only in `make acceptance`."""
 
 import pytest
 
@@ -7,8 +7,9 @@ from chaos.row import Attempt, Calm, Row
 from chaos.rows import ROWS
 from chaos.session import obstacle
 
-SHORT = 0.05
+SHORT = 0.01
 """Of what takes long only because there is much of it, this share."""
+AT_EVERY_COMMIT = ("kill-prepared", "coordinator-commit-sent")
 
 
 def _quick() -> list[object]:
@@ -16,9 +17,11 @@ def _quick() -> list[object]:
 
 
 def _marks(row: Row) -> list[pytest.MarkDecorator]:
-    """What runs processes of its own measures how long they stall."""
+    """Rows of real processes measure how long these stall."""
+    if row in MESSAGE_ROWS:
+        return []
     netns = [pytest.mark.netns] if "namespaces" in row.needs else []
-    return netns if row in MESSAGE_ROWS else [*netns, pytest.mark.serial]
+    return [*netns, pytest.mark.serial, *([] if row.name in AT_EVERY_COMMIT else [pytest.mark.acceptance])]
 
 
 @pytest.fixture(scope="module")
