@@ -7,7 +7,7 @@ so far are kept.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.control.messages import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.seats import Seat, stage_list

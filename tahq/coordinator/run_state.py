@@ -20,8 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
-from tahq.comm.control.messages import Commit, Copied, Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
+from tahq.comm.control.messages import (
+    Commit,
+    ComputeMeasured,
+    Copied,
+    Evaluated,
+    Hello,
+    Message,
+    PathsMeasured,
+    Prepare,
+    Ready,
+    Snapshotted,
+    Traced,
+)
 from tahq.coordinator.seats import RestorePoint
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 

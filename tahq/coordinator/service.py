@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
-from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.comm.control.messages import (
+    ComputeMeasured,
     Copied,
     Evaluated,
     Failed,
@@ -22,6 +22,7 @@ from tahq.comm.control.messages import (
     Message,
     NoCheckpoint,
     NotKept,
+    PathsMeasured,
     Prepare,
     Ready,
     Refuse,

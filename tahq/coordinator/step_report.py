@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tahq.comm.control.clock_offset import ClockOffset
 from tahq.comm.control.messages import Commit, Prepare, Traced
+from tahq.comm.control.server import ClockOffset
 from tahq.comm.link.frame import Direction
 from tahq.coordinator.observer import (
     LinkRecord,

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import TypeVar, overload
 
 from tahq import __version__
-from tahq.comm.control.client import ControlClient
+from tahq.comm.control.client import ControlClient, ControlHooks
 from tahq.comm.control.messages import (
     Abort,
     Assign,
@@ -61,10 +61,12 @@ class WorkerControl:
             peer_timeout_s=10.0,
             heartbeat_s=2.0,
             credentials=options.credentials,
-            on_abort=lambda abort: interrupt(_aborted(abort)),
-            on_lost=interrupt,
-            on_return=self._on_return,
-            on_order=self._on_order,
+            hooks=ControlHooks(
+                on_abort=lambda abort: interrupt(_aborted(abort)),
+                on_lost=interrupt,
+                on_return=self._on_return,
+                on_order=self._on_order,
+            ),
         )
         self.send = self._client.send
         self.close = self._client.close

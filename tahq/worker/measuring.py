@@ -6,8 +6,7 @@ from typing import Self
 import torch
 
 from tahq import __version__
-from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
-from tahq.comm.control.messages import Assign, Bye, Hello
+from tahq.comm.control.messages import Assign, Bye, ComputeMeasured, Hello, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError

@@ -33,8 +33,7 @@ from coordinator.conftest import (
 
 from tahq.comm.control import messages as say
 from tahq.comm.control.encoding import decode_message, encode_message
-from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
-from tahq.comm.control.messages import Message
+from tahq.comm.control.messages import ComputeMeasured, Message, PathsMeasured
 from tahq.errors import RemoteProtocolError
 from tahq.observe.run_view import watch_run
 

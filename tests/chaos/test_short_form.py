@@ -1,4 +1,4 @@
-"""Each row that is quick, once: the short form of `make chaos`; most rows of real processes only in `make acceptance`."""
+"""The short form of `make chaos`: each quick row once, most rows of real processes only in `make acceptance`."""
 
 import pytest
 

@@ -112,10 +112,12 @@ PREPARE = {
 }
 
 
-def test_int_will_do_for_a_float():
+def test_ints_pass_for_floats_and_non_finite_numbers_travel():
     message = decode_message(sealed(msgpack.packb(["Prepare", PREPARE])), "worker 3")
     assert message == Prepare(1, 2, [1.5, 2.0], True, None, None, "", {"forward": 1.0}, [[1.0, 0.5]])
     assert type(message.norm2[1]) is float
+    commit = decode_message(encode_message(Commit(1, False, math.nan, False, False, False)), "")
+    assert math.isnan(commit.clip_factor)
 
 
 @pytest.mark.parametrize(
@@ -195,19 +197,16 @@ def test_body_that_is_not_a_message_is_refused_at_little_cost_and_not_quoted_who
     assert time.process_time() - started_s < 5
 
 
-def test_largest_messages_that_a_run_sends_fit():
+def test_length_limit_holds_at_both_ends_and_the_largest_messages_of_a_run_fit():
     message = Prepare(1, 2, [float(number) for number in range(100_000)], True, None, None, "", {}, [])
     assert decode_message(encode_message(message), "worker 3") == message
+    with pytest.raises(LocalProtocolError, match="at most"):
+        encode_message(Assign(0, 1, "x" * MAX_MESSAGE_NBYTES, ""))
+    refused(bytes(MAX_MESSAGE_NBYTES + 6), "control message of")
 
 
 def test_other_version_says_what_to_do():
     refused(sealed(b"", version=9), "speaks version 9 .*install the same tahq")
-
-
-def test_message_longer_than_the_limit_is_refused_at_both_ends():
-    with pytest.raises(LocalProtocolError, match="at most"):
-        encode_message(Assign(0, 1, "x" * MAX_MESSAGE_NBYTES, ""))
-    refused(bytes(MAX_MESSAGE_NBYTES + 6), "control message of")
 
 
 @pytest.mark.parametrize(
@@ -218,8 +217,3 @@ def test_message_longer_than_the_limit_is_refused_at_both_ends():
 def test_message_that_breaks_its_own_types_is_our_own_error(message):
     with pytest.raises(LocalProtocolError, match=f"cannot send {type(message).__name__}"):
         encode_message(message)
-
-
-def test_non_finite_numbers_travel():
-    message = decode_message(encode_message(Commit(1, False, math.nan, False, False, False)), "")
-    assert math.isnan(message.clip_factor)

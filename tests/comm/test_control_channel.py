@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from tahq.comm.control.client import ControlClient
+from tahq.comm.control.client import ControlClient, ControlHooks
 from tahq.comm.control.encoding import encode_message
 from tahq.comm.control.messages import (
     Abort,
@@ -21,11 +21,11 @@ from tahq.comm.control.messages import (
     Message,
     Prepare,
     Ready,
-    Refuse,
     Rejoin,
     Start,
 )
-from tahq.comm.control.server import ControlServer, Place, Places
+from tahq.comm.control.server import ControlServer
+from tahq.comm.link.frame import Channel
 from tahq.comm.link.shaping import Shaping
 from tahq.errors import LocalProtocolError, PeerLostError, UserError
 
@@ -96,6 +96,9 @@ def joined(server, connect) -> tuple[ControlClient, bytes]:
 
 def test_messages_go_both_ways_in_order(server, joined):
     client, identity = joined
+    with pytest.raises(TimeoutError, match="coordinator at 127"):
+        client.recv(0.02)
+    server.send(b"nobody#1", Start(1))  # no error
     for step in range(20):
         server.send(identity, Start(step))
     assert [recv(client, server) for _ in range(20)] == [Start(step) for step in range(20)]
@@ -114,17 +117,9 @@ def test_client_may_be_there_before_the_server(connect):
     server.close()
 
 
-def test_recv_times_out_and_can_be_called_again(server, joined):
-    client, identity = joined
-    with pytest.raises(TimeoutError, match="coordinator at 127"):
-        client.recv(0.02)
-    server.send(identity, Start(3))
-    assert recv(client, server) == Start(3)
-
-
 def test_coordinator_that_is_not_there_is_lost_after_the_connect_timeout(connect):
     lost = threading.Event()
-    client = connect("127.0.0.1:9", connect_timeout_s=0.3, on_lost=lambda error: lost.set())
+    client = connect("127.0.0.1:9", connect_timeout_s=0.3, hooks=ControlHooks(on_lost=lambda error: lost.set()))
     with pytest.raises(PeerLostError, match=r"coordinator at 127.0.0.1:9: no answer within 0\.3 s; check"):
         client.recv(SOON_S)
     assert lost.wait(1.0)
@@ -132,25 +127,21 @@ def test_coordinator_that_is_not_there_is_lost_after_the_connect_timeout(connect
         client.send(JOIN)
 
 
-def test_coordinator_that_falls_silent_is_lost(server, joined):
+def test_coordinator_is_lost_once_it_stops_polling(server, joined):
     client, _ = joined
+    until_s = time.monotonic() + 1.5
+    while time.monotonic() < until_s:
+        server.poll(1.0)
+    assert client.poll() is None
     started_s = time.monotonic()
     with pytest.raises(PeerLostError, match=rf"coordinator at {server.address}: no sign of life for 0\.6 s"):
         client.recv(SOON_S)
     assert time.monotonic() - started_s < 1.5
 
 
-def test_polling_keeps_the_workers_content(server, joined):
-    client, _ = joined
-    until_s = time.monotonic() + 1.5
-    while time.monotonic() < until_s:
-        server.poll(1.0)
-    assert client.poll() is None
-
-
 def test_abort_is_noticed_without_anyone_asking(server, connect):
     seen = threading.Event()
-    client = connect(server.address, on_abort=lambda abort: seen.set())
+    client = connect(server.address, hooks=ControlHooks(on_abort=lambda abort: seen.set()))
     client.send(JOIN)
     identity, _ = hear(server, Join)
     server.send(identity, Abort("stage 3 was lost", 3))
@@ -199,10 +190,9 @@ def test_delay_holds_both_ways_and_may_change(server, joined):
 
 def test_port_in_use_is_one_line_for_the_user(server):
     with pytest.raises(
-        UserError, match=rf"coordinator: cannot listen on {server.address}: Address already in use"
-    ) as e:
+        UserError, match=rf"^coordinator: cannot listen on {server.address}: Address already in use[^\n]*$"
+    ):
         ControlServer(server.address)
-    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("peer", ["localhost", "host:port", "host:70000", ":7000", ""])
@@ -225,7 +215,7 @@ def dealer(server) -> Iterator[zmq.Socket]:
 
 def say(client: ControlClient, data: bytes) -> None:
     """Have a worker send these bytes as a control message."""
-    client._loop.submit(client._end, lambda: client._say(data))
+    client._loop.submit(client._end, lambda: client._end.say(Channel.CONTROL, data))
 
 
 def test_garbage_from_strangers_is_dropped_with_one_line_in_the_log(server, connect, dealer, caplog):
@@ -282,7 +272,7 @@ def test_coordinator_that_was_started_again_is_lost_to_a_worker_that_cannot_rejo
 
 def test_coordinator_that_was_started_again_hears_what_the_one_before_may_not_have_heard(server, connect):
     rejoin = Rejoin(1, 7, 3)
-    client = connect(server.address, peer_timeout_s=SOON_S, on_return=lambda: rejoin)
+    client = connect(server.address, peer_timeout_s=SOON_S, hooks=ControlHooks(on_return=lambda: rejoin))
     for step in (1, 2):
         client.send(prepare(step))
     client.send(Ready(1))
@@ -303,10 +293,6 @@ def prepare(step: int) -> Prepare:
     return Prepare(step, 1, [], True, None, None, "", {}, [])
 
 
-def test_sending_to_a_worker_that_has_gone_is_no_error(server):
-    server.send(b"nobody#1", Start(1))
-
-
 def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):
     """The coordinator's clock is an hour ahead of the worker's, and messages take 10 ms each way."""
     server = ControlServer("127.0.0.1:0", heartbeat_s=0.05, clock=lambda: time.monotonic() + 3600)
@@ -322,55 +308,24 @@ def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):
     server.close(linger_s=0.1)
 
 
-# Which peers a coordinator remembers: strangers cannot make it forget a member, or remember without end
-
-ASSIGN = Assign(1, 7, "{}", "c0ffee")
-MAX_STRANGERS = 3
+# Strangers cannot make the coordinator forget a member, or remember without end
 
 
-def name(number: int) -> bytes:
-    return f"peer {number}".encode()
-
-
-@pytest.fixture
-def places() -> Places:
-    return Places(MAX_STRANGERS)
-
-
-def give(places: Places, *numbers: int) -> list[int]:
-    """Newcomers with these numbers; returns those of all peers that are kept."""
-    for number in numbers:
-        places.give(name(number), Place(None))
-    return [number for number in range(12) if places.find(name(number)) is not None]
-
-
-def test_stranger_that_was_silent_longest_makes_room(places):
-    give(places, 0, 1, 2)
-    places.heard(name(0))
-    assert give(places, 3) == [0, 2, 3]
-
-
-def test_member_stays_until_it_is_refused_however_many_strangers_come(places):
-    give(places, 0, 1)
-    places.told(name(1), ASSIGN)
-    assert give(places, 2, 3, 4) == [1, 2, 3, 4]
-    places.told(name(1), Refuse("no stage"))
-    assert give(places, 5, 6, 7) == [5, 6, 7]
-    places.told(name(8), ASSIGN)  # which nothing has been heard from
-    assert len(places) == MAX_STRANGERS
-
-
-def test_member_is_heard_and_newcomers_find_a_place_however_many_strangers_come(connect):
-    server = ControlServer("127.0.0.1:0", heartbeat_s=0.2, max_strangers=MAX_STRANGERS)
-    clients = []
-    for stage in range(12):
+def test_member_stays_and_the_stranger_silent_longest_makes_room(connect):
+    server = ControlServer("127.0.0.1:0", heartbeat_s=0.2, max_strangers=3)
+    clients, identities = [], []
+    for stage in range(8):
         clients.append(connect(server.address, peer_timeout_s=SOON_S))
         clients[-1].send(Join(stage, "0.1", "host", 1))
-        identity, message = hear(server, Join)
-        assert message.stage == stage
+        identities.append(hear(server, Join)[0])
         if stage == 0:
-            server.send(identity, ASSIGN)
-    assert len(server._places) <= 1 + MAX_STRANGERS
+            server.send(identities[0], Assign(1, 7, "{}", "c0ffee"))
+        if stage == 3:  # 1 to 3 are strangers, of which 2 was silent longest
+            clients[1].send(Ready(1))
+            hear(server, Ready)
+        if stage == 4:
+            assert list(server._peers) == [identities[n] for n in (0, 3, 1, 4)]
+    assert list(server._peers) == [identities[n] for n in (0, 5, 6, 7)]
     clients[0].send(Ready(0))
     assert hear(server, Ready)[1] == Ready(0)
     server.close(linger_s=0.0)

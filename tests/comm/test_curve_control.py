@@ -105,9 +105,11 @@ def test_member_is_heard_known_by_its_key_and_nobody_can_read_it(serving, connec
     assert MARK.encode() not in proxy.heard
 
 
-def test_without_curve_it_could_be_read(connect):
-    """What the test before looks for is there where it is looked for."""
+def test_coordinator_without_curve_can_be_read_and_is_not_joined_by_a_worker_with_keys(connect):
     serving = Serving(None)
+    with pytest.raises(RefusedError, match=r"does not use CURVE; if security\.curve is off"):
+        connect(serving.address, Credentials(WORKER, COORDINATOR.public)).recv(SOON_S)
+    assert serving.heard == []
     proxy = Eavesdropper(serving.address)
     exchange(connect(proxy.address, None), 1)
     proxy.close()
@@ -153,14 +155,6 @@ def test_whoever_is_no_member_is_told_in_seconds_and_no_byte_of_it_is_taken(
     assert MARK.encode() not in proxy.heard
 
 
-def test_coordinator_without_curve_is_not_joined(connect):
-    serving = Serving(None)
-    with pytest.raises(RefusedError, match=r"does not use CURVE; if security\.curve is off"):
-        connect(serving.address, Credentials(WORKER, COORDINATOR.public)).recv(SOON_S)
-    serving.close()
-    assert serving.heard == []
-
-
 def test_tunnel_to_nobody_is_no_wrong_key(connect):
     """It hangs up as a coordinator with another key does; but nobody introduces himself."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -200,11 +194,12 @@ def test_member_cannot_speak_for_another(serving, caplog):
     assert serving.heard == []
 
 
-def test_scanner_and_its_garbage_are_dropped_and_the_member_goes_on(serving, connect, caplog):
+def test_garbage_and_silent_connections_are_dropped_and_members_go_on(serving, connect, caplog):
     caplog.set_level(logging.WARNING, "tahq.comm")
     member = connect(serving.address, Credentials(WORKER, COORDINATOR.public))
     exchange(member, 0)
     host, _, port = serving.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     for number, said in enumerate(
         (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(1000), b"\xff" + bytes(8) + b"\x7f\x03\x00" * 99)
     ):
@@ -218,13 +213,6 @@ def test_scanner_and_its_garbage_are_dropped_and_the_member_goes_on(serving, con
     assert {type(message) for _, message in serving.heard} == {Join, Ready, Heartbeat}
     wait_for(lambda: "rejected a connection" in caplog.text)
     assert len(caplog.records) <= 2
-
-
-def test_three_hundred_connections_that_never_speak_disturb_nobody(serving, connect):
-    member = connect(serving.address, Credentials(WORKER, COORDINATOR.public))
-    exchange(member, 0)
-    host, _, port = serving.address.rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     late = connect(serving.address, Credentials(OTHER, COORDINATOR.public))
     assert max(exchange(client, 1) for client in (member, late)) < 2
     assert max(exchange(member, number) for number in range(2, 100)) < 0.5

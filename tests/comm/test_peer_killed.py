@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tahq.comm.control.client import ControlClient
+from tahq.comm.control.client import ControlClient, ControlHooks
 from tahq.comm.control.messages import Heartbeat, Join
 from tahq.comm.control.server import ControlServer
 from tahq.comm.link.shaping import Shaping
@@ -81,7 +81,12 @@ def test_coordinator_that_dies_is_lost_within_the_timeout(start):
     child = start(COORDINATOR)
     address = child.stdout.readline().strip()
     client = ControlClient(
-        address, "stage 1", shaping=Shaping(), peer_timeout_s=1.0, heartbeat_s=0.2, on_lost=lost.append
+        address,
+        "stage 1",
+        shaping=Shaping(),
+        peer_timeout_s=1.0,
+        heartbeat_s=0.2,
+        hooks=ControlHooks(on_lost=lost.append),
     )
     with pytest.raises(TimeoutError):
         client.recv(1.5)

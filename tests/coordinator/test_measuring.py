@@ -5,8 +5,19 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
-from tahq.comm.control.messages import Abort, Assign, Bye, Heartbeat, Hello, Join, Message
+from tahq.comm.control.messages import (
+    Abort,
+    Assign,
+    Bye,
+    ComputeMeasured,
+    Heartbeat,
+    Hello,
+    Join,
+    MeasureCompute,
+    MeasurePaths,
+    Message,
+    PathsMeasured,
+)
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.service import Coordinator
 from tahq.plan.measure.jobs import MeasureRequest

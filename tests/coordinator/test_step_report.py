@@ -8,8 +8,8 @@ from coordinator.conftest import make_prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control.clock_offset import ClockOffset
 from tahq.comm.control.messages import Commit, Traced
+from tahq.comm.control.server import ClockOffset
 from tahq.coordinator.observer import StageSplit
 from tahq.coordinator.step_report import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector, stage_split, step_record
 from tahq.errors import RemoteProtocolError

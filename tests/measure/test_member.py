@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.runs import tiny
 
-from tahq.comm.control.measuring import MeasureCompute, MeasurePaths
-from tahq.comm.control.messages import Assign
+from tahq.comm.control.messages import Assign, MeasureCompute, MeasurePaths
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import RemoteProtocolError
 from tahq.quant.config import WireConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tahq.comm.config import MachineConfig
-from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.control.messages import ComputeMeasured, PathsMeasured
 from tahq.errors import RemoteProtocolError
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.plan.measure.jobs import Job

@@ -1,13 +1,14 @@
 """A worker's end of the control channel: its own thread owns the DEALER.
 
-The thread sends heartbeats by itself while the main thread computes, imitates the delay of the link in both directions,
-and notices at once what cannot wait until the main thread looks: an Abort, and the coordinator's silence.
+The thread sends heartbeats while the main thread computes, imitates the delay of the link in both directions, and
+handles at once what cannot wait until the main thread looks: an Abort, and the coordinator's silence.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -51,8 +52,41 @@ _HAS_NO_CURVE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ControlHooks:
+    """What the client's thread calls at once.
+
+    Attributes:
+        on_abort: an Abort has come.
+        on_lost: the coordinator is lost.
+        on_order: an order has come; of these, `recv` returns StartOver alone.
+        on_return: another process of the coordinator answers. The message returned is sent first, then what the process
+            before may not have heard. It may raise StartOverError, and so does `recv` then. None: the coordinator is
+            lost.
+    """
+
+    on_abort: Callable[[Abort], None] = lambda abort: None
+    on_lost: Callable[[TahqError], None] = lambda error: None
+    on_order: Callable[[Order | StartOver], None] = lambda order: None
+    on_return: Callable[[], Message] | None = None
+
+
 class ControlClient:
-    """Sends to and receives from the coordinator; used by one thread beside its own, but for `send`."""
+    """Sends to and receives from the coordinator; used by one thread beside its own, except `send`.
+
+    Args:
+        peer: host:port of the coordinator.
+        name: what the coordinator's log calls this worker.
+        shaping: delay and rate of this host's connection, imitated here for both directions.
+        peer_timeout_s: a coordinator that is silent this long is gone.
+        heartbeat_s: how often to give a sign of life.
+        connect_timeout_s: how long to try until the coordinator first answers.
+        credentials: this worker's keys and the coordinator's; None: no CURVE.
+        hooks: called in the client's thread.
+
+    Raises:
+        UserError: `peer` is not host:port.
+    """
 
     def __init__(
         self,
@@ -64,43 +98,16 @@ class ControlClient:
         heartbeat_s: float,
         connect_timeout_s: float = 60.0,
         credentials: Credentials | None = None,
-        on_abort: Callable[[Abort], None] | None = None,
-        on_lost: Callable[[TahqError], None] | None = None,
-        on_return: Callable[[], Message] | None = None,
-        on_order: Callable[[Order | StartOver], None] | None = None,
+        hooks: ControlHooks = ControlHooks(),
     ) -> None:
-        """Start dialling; returns at once.
-
-        Args:
-            peer: host:port of the coordinator.
-            name: what the coordinator's log calls this worker.
-            shaping: delay and rate of this host's connection, imitated here for both directions.
-            peer_timeout_s: a coordinator that is silent this long is gone.
-            heartbeat_s: how often to give a sign of life.
-            connect_timeout_s: how long to try until the coordinator first answers.
-            credentials: this worker's keys and the coordinator's; None: no CURVE.
-            on_abort: called in the client's thread when an Abort comes.
-            on_lost: called in the client's thread when the coordinator is lost.
-            on_return: called in the client's thread when another process of the coordinator answers; what it returns is
-                sent first, then again what the one before may not have heard. It may raise StartOverError, and so does
-                `recv` then.
-            on_order: called in the client's thread with orders that cannot wait until the main thread looks; of these,
-                `recv` returns StartOver alone.
-
-        Raises:
-            UserError: `peer` is not host:port.
-        """
+        """Start dialling; returns at once."""
         self.aborted: Abort | None = None
         """The Abort that has come, if one has."""
         self._peer = f"coordinator at {peer}"
-        self._heartbeat_s = heartbeat_s
-        self._delay_s = shaping.delay_s
-        self._connect_by_s = time.monotonic() + connect_timeout_s
+        self._hooks = hooks
+        self._heartbeat_s, self._delay_s = heartbeat_s, shaping.delay_s
         self._connect_timeout_s = connect_timeout_s
-        self._on_abort = on_abort
-        self._on_lost = on_lost
-        self._on_return = on_return
-        self._on_order = on_order
+        self._connect_by_s = time.monotonic() + connect_timeout_s
         self._unheard = Unheard()
         self._heartbeat = Heartbeat()
         self.heartbeat_at_s = time.monotonic()
@@ -113,8 +120,7 @@ class ControlClient:
             peer_timeout_s, heartbeat_s, piece_nbytes=shaping.message_nbytes, max_message_nbytes=MAX_MESSAGE_NBYTES + 16
         )
         address = dial_endpoint(peer, "coordinator").removeprefix("tcp://")
-        self._end = _CoordinatorEnd(LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=True, title=self._peer), self)
-        self._end.credentials = credentials
+        self._end = _CoordinatorEnd(self, credentials)
         self._context: zmq.Context[Socket] = zmq.Context()
         own, server_key = (credentials.own, credentials.coordinator) if credentials is not None else (None, "")
         dealer = open_dealer(self._context, name.encode(), peer_timeout_s, own, server_key)
@@ -136,10 +142,10 @@ class ControlClient:
             raise self._inbox.error.with_traceback(None)
         data = encode_message(message)
         self._unheard.said(message)
-        self._loop.submit(self._end, partial(self._say, data))
+        self._loop.submit(self._end, partial(self._end.say, Channel.CONTROL, data))
 
     def recv(self, timeout_s: float | None = None) -> Message:
-        """The next message but heartbeats and orders; an Abort, a Refuse or a Bye is returned, too.
+        """The next message except heartbeats and orders; an Abort, a Refuse or a Bye is returned, too.
 
         Raises:
             TimeoutError: none came in time.
@@ -204,8 +210,8 @@ class ControlClient:
 
     def _lose(self, error: TahqError) -> None:
         self._inbox.fail(error)
-        if self._on_lost is not None and self._close_by_s is None:
-            self._on_lost(error)
+        if self._close_by_s is None:
+            self._hooks.on_lost(error)
 
     def _is_finished(self) -> bool:
         if self._close_by_s is None:
@@ -213,18 +219,22 @@ class ControlClient:
         is_gone = self._is_over or self._inbox.error is not None
         return is_gone or self._end.flushed.is_set() or time.monotonic() >= self._close_by_s
 
+    @property
+    def _is_connecting(self) -> bool:
+        return self._end.session.remote is End.CONNECTING
+
     def _next_s(self) -> float:
         times = [self.heartbeat_at_s]
         if self._close_by_s is not None:
             times.append(self._close_by_s)
-        if self._end.session.remote is End.CONNECTING:
+        if self._is_connecting:
             times.append(self._connect_by_s)
         return min(times)
 
     def _tick(self, now_s: float) -> None:
         if self._error is not None:
             raise self._error
-        if self._end.session.remote is End.CONNECTING and now_s >= self._connect_by_s and self._close_by_s is None:
+        if self._is_connecting and now_s >= self._connect_by_s and self._close_by_s is None:
             raise PeerLostError(
                 f"{self._peer}: no answer within {self._connect_timeout_s:g} s; check that it runs, and that its "
                 f"address can be reached from here"
@@ -232,11 +242,7 @@ class ControlClient:
         if now_s >= self.heartbeat_at_s:
             self.heartbeat_at_s = now_s + self._heartbeat_s
             if self._end.session.remote is End.OPEN:
-                self._loop.submit(self._end, partial(self._say, encode_message(self._heartbeat)))
-
-    def _say(self, data: bytes) -> None:
-        if self._end.session.local is End.OPEN:
-            self._end.session.send_message(Channel.CONTROL, data, time.monotonic())
+                self._loop.submit(self._end, partial(self._end.say, Channel.CONTROL, encode_message(self._heartbeat)))
 
     def new_session(self, spec: LinkSpec) -> Session:
         """A session with the coordinator, from its beginning."""
@@ -252,36 +258,34 @@ class ControlClient:
         self._unheard.heard(message)
         if not isinstance(message, Order | Heartbeat):
             self._inbox.put(message)
-        if isinstance(message, Order | StartOver) and self._on_order:
-            self._on_order(message)
+        if isinstance(message, Order | StartOver):
+            self._hooks.on_order(message)
         if isinstance(message, Abort):
             self.aborted = message
-            if self._on_abort is not None:
-                self._on_abort(message)
+            self._hooks.on_abort(message)
 
     def lost(self, error: TahqError) -> None:
-        """The session has ended with this error, which is none if another process of the coordinator answers."""
+        """The session has ended with this error, which does no harm if another process of the coordinator answers."""
         if self._is_over or self._close_by_s is not None:
             return
-        if not isinstance(error, PeerForgotError) or self._on_return is None:
+        if not isinstance(error, PeerForgotError) or self._hooks.on_return is None:
             self._error = self._error or error
             return
         _log.warning("%s: was started again", self._peer)
-        self._connect_by_s = time.monotonic() + self._limits.silence_s
         self._connect_timeout_s = self._limits.silence_s
+        self._connect_by_s = time.monotonic() + self._connect_timeout_s
         self._end.session = self.new_session(self._end.spec)
-        for message in (self._on_return(), *self._unheard.messages()):
-            self._say(encode_message(message))
+        for message in (self._hooks.on_return(), *self._unheard.messages()):
+            self._end.say(Channel.CONTROL, encode_message(message))
 
 
 class _CoordinatorEnd(LinkEnd):
     """The client's end of its link, as the loop knows it."""
 
-    credentials: Credentials | None = None
-
-    def __init__(self, spec: LinkSpec, client: ControlClient) -> None:
+    def __init__(self, client: ControlClient, credentials: Credentials | None) -> None:
+        spec = LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=True, title=client._peer)
         super().__init__(spec, client.new_session(spec))
-        self._client = client
+        self._client, self._credentials = client, credentials
         self._listener: Listener | None = None
         """What answers at the coordinator's address, looked up once it has hung up suspiciously often."""
 
@@ -302,20 +306,16 @@ class _CoordinatorEnd(LinkEnd):
         self._client.lost(error)
 
     def note_outcome(self, outcome: Outcome, dialled: Dialled) -> None:
-        """Notice that the two ends will never agree, which waiting would not mend.
-
-        Raises:
-            RefusedError: with what is wrong, and what to do.
-        """
+        """Raise RefusedError, with what to do, once the two ends will never agree: waiting would not help."""
         if outcome in (Outcome.REFUSED, Outcome.NO_CURVE):
-            raise RefusedError(f"{self.spec}: {_refusal(outcome, self.credentials)}")
+            raise RefusedError(f"{self.spec}: {_refusal(outcome, self._credentials)}")
         if outcome is Outcome.BROKEN:
             _log.warning("%s: %s; dialling again", self.spec, outcome.value)
         if dialled.has_succeeded or dialled.num_hang_ups < _SUSPICIOUS_HANG_UPS:
             return
         if self._listener is None:
             self._listener = who_listens(dialled.address)
-        reason = _disagreement(self._listener, self.credentials)
+        reason = _disagreement(self._listener, self._credentials)
         if reason and dialled.num_hang_ups >= _CONVINCING_HANG_UPS:
             raise RefusedError(f"{self.spec}: {reason}")
 
@@ -348,7 +348,7 @@ def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
 
 
 class Unheard:
-    """What a coordinator that was started again may not know: it is said again then.
+    """What a coordinator that was started again may not know, and is sent again; any thread may use it.
 
     That is the Prepare that was not answered, the evaluation of the step before, and parts of incomplete checkpoints.
     """
@@ -358,24 +358,26 @@ class Unheard:
         self._messages: dict[tuple[type[Message], int], Prepare | Evaluated | Snapshotted] = {}
 
     def said(self, message: Message) -> None:
-        """The worker says this; any thread may call it."""
+        """The worker sends this."""
         if isinstance(message, Prepare | Evaluated | Snapshotted):
             with self._lock:
                 self._messages[type(message), message.step] = message
 
     def heard(self, message: Message) -> None:
-        """The coordinator says this: messages that it answers are known there."""
-        if isinstance(message, Commit):
-            self._forget(lambda said: isinstance(said, Prepare) and said.step <= message.step)
-            self._forget(lambda said: isinstance(said, Evaluated) and said.step < message.step)
-        elif isinstance(message, Published):
-            self._forget(lambda said: isinstance(said, Snapshotted) and said.step <= message.step)
-
-    def _forget(self, is_known: Callable[[Message], bool]) -> None:
+        """The coordinator sends this: messages that it answers are known there."""
+        match message:
+            case Commit(step):
+                known_before = {Prepare: step + 1, Evaluated: step}
+            case Published(step):
+                known_before = {Snapshotted: step + 1}
+            case _:
+                return
         with self._lock:
-            self._messages = {key: said for key, said in self._messages.items() if not is_known(said)}
+            for kind, step in list(self._messages):
+                if step < known_before.get(kind, -1):
+                    del self._messages[kind, step]
 
     def messages(self) -> list[Message]:
-        """All of it, in the order in which it was said."""
+        """All of it, in the order in which it was sent."""
         with self._lock:
             return list(self._messages.values())

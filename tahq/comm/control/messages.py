@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
-
 
 @dataclass(frozen=True, slots=True)
 class Join:
@@ -389,6 +387,62 @@ class Heartbeat:
     stage: int = -1
     step: int = -1
     activity: str = ""
+
+
+# Messages of `tahq measure`
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureCompute:
+    """coordinator → worker: time your parts of the model, and these codecs, all workers at once."""
+
+    micro_batches: list[int]
+    codecs: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeMeasured:
+    """worker → coordinator: the speed of my device.
+
+    A row of `times` has the keys of `LayerTimes`; `codecs` has seconds per element, [encode, decode], by spec.
+    `notes` are for the user: what could not be timed, and why.
+    """
+
+    stage: int
+    memory_bytes: int
+    """Free on my device, before anything of the measurement was allocated there."""
+    times: list[dict[str, int | float | None]]
+    codecs: dict[str, list[float]]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurePaths:
+    """coordinator → worker: measure the paths to these peers, all at the same time.
+
+    A row of `peers` is [stage, host, address to dial]; one that is there twice gets two connections.
+    """
+
+    order: int
+    peers: list[list[str | int]]
+    least_s: float
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathsMeasured:
+    """worker → coordinator: the figures of `MeasurePaths` number `order`, one for each of its peers.
+
+    Round trips in seconds, rates in bits per second, `outward` as the peers saw what I sent. Where something went
+    wrong `error` says it, and what was not measured any more is empty.
+    """
+
+    stage: int
+    order: int
+    round_trips: list[float]
+    outward: list[float]
+    inward: list[float]
+    error: str = ""
 
 
 Message = (

@@ -5,13 +5,12 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import zmq
 
 from tahq.comm.control.client import CONTROL_IDENTITY
-from tahq.comm.control.clock_offset import ClockOffset, clock_offset
 from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
 from tahq.comm.control.messages import Abort, Bye, Message, Refuse, StartOver
 from tahq.comm.keys import KeyPair
@@ -20,6 +19,7 @@ from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkHello, LinkSpec, SessionLimits
 from tahq.comm.link.transitions import End
+from tahq.comm.link.wire_time import HeartbeatTimes
 from tahq.comm.zmq.addresses import advertised_address, bind_router
 from tahq.comm.zmq.endpoint_loop import EndpointLoop
 from tahq.comm.zmq.gate import Gate
@@ -30,20 +30,22 @@ from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import RemoteProtocolError, TahqError
 
 _log = logging.getLogger(__name__)
-_HEARTBEATS_A_TIMEOUT = 5
+_HEARTBEATS_PER_TIMEOUT = 5
 MAX_STRANGERS = 512
 _FAREWELLS = Refuse | Abort | Bye | StartOver
-"""A worker that is told one of these is no member any more."""
+"""A worker that is sent one of these is no member any more."""
+LONGEST_ROUND_TRIP_S = 60.0
 
 
 class ControlServer:
     """Receives from, and sends to, every worker by the identity that `poll` gives it.
 
     `poll` also gives every worker a sign of life every `heartbeat_s`, so it must be called at least that often. A
-    worker whose messages cannot be read is told to abort and not heard any more. Messages of strangers are dropped;
-    nothing of them raises. With `keys`, only members are heard.
+    worker whose messages cannot be read is told to abort, and its later messages are ignored. Messages of strangers are
+    dropped and never raise. With `keys`, only members are heard.
 
-    Remembered are the workers that were told something for members, and as many of the others as were heard last.
+    Without CURVE anyone may connect, under as many names as they like. So the server remembers members (workers that
+    were sent something for members) and `max_strangers` others: the one silent longest makes room for a newcomer.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class ControlServer:
             advertise: host:port that workers dial (port 0 = the bound one); None = as bound.
             keys: the coordinator's; None: no CURVE, and anybody is heard.
             allowed: public keys of the workers.
-            max_strangers: how many peers that are no members are remembered.
+            max_strangers: how many peers that are not members are remembered.
             clock: seconds, monotonic.
 
         Raises:
@@ -73,12 +75,14 @@ class ControlServer:
         """
         self._clock = clock
         self._limits = SessionLimits(
-            peer_timeout_s=_HEARTBEATS_A_TIMEOUT * heartbeat_s,
+            peer_timeout_s=_HEARTBEATS_PER_TIMEOUT * heartbeat_s,
             heartbeat_s=heartbeat_s,
             give_up_s=math.inf,
             max_message_nbytes=MAX_MESSAGE_NBYTES + 16,
         )
-        self._places = Places(max_strangers)
+        self._max_strangers = max_strangers
+        self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
+        """The peer heard last comes last."""
         self._heard: list[tuple[bytes, Message]] = []
         self._is_closed = False
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -91,6 +95,8 @@ class ControlServer:
             raise
         reception = Reception(router, self._gate, {CONTROL_LINK: self._welcome}, self.address, clock)
         self._loop = EndpointLoop(reception, Shaping(), clock=clock)
+        self.take_refused = self._gate.take_refused
+        """Log lines about keys that were refused since the last call."""
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
         """Messages that have come, heartbeats included; waits up to `timeout_s` for the first."""
@@ -107,28 +113,24 @@ class ControlServer:
 
         A worker that was never heard, or has left, is skipped.
         """
-        place = self._places.find(identity)
-        if place is not None:
-            self._say(place, message)
-            self._forget(self._places.told(identity, message))
+        peer = self._peers.get(identity)
+        if peer is None:
+            return
+        if peer.end.session.local is End.OPEN:
+            peer.end.session.send_message(Channel.CONTROL, encode_message(message), self._clock())
+        peer.is_member = not isinstance(message, _FAREWELLS)
+        if not peer.is_member:
+            self._forget_strangers()
 
-    def _say(self, place: "Place", message: Message) -> None:
-        if place.end.session.local is End.OPEN:
-            place.end.session.send_message(Channel.CONTROL, encode_message(message), self._clock())
-
-    def clock_offset(self, identity: bytes) -> ClockOffset | None:
+    def clock_offset(self, identity: bytes) -> "ClockOffset | None":
         """This worker's clock minus this one's, by heartbeats; None: none has come back yet."""
-        place = self._places.find(identity)
-        return clock_offset(place.end.session.heartbeats.recent) if place is not None else None
+        peer = self._peers.get(identity)
+        return clock_offset(peer.end.session.heartbeats.recent) if peer is not None else None
 
     def public_key(self, identity: bytes) -> str:
         """The key that this worker has proved to have; "" without CURVE."""
-        place = self._places.find(identity)
-        return place.end.peer_key if place is not None else ""
-
-    def take_refused(self) -> list[str]:
-        """Log lines about keys that were refused since the last call."""
-        return self._gate.take_refused()
+        peer = self._peers.get(identity)
+        return peer.end.peer_key if peer is not None else ""
 
     def close(self, linger_s: float = 1.0) -> None:
         """Release the socket when everything queued has gone, or after `linger_s`; safe to call twice."""
@@ -148,29 +150,30 @@ class ControlServer:
 
     def _welcome(self, identity: bytes, hello: LinkHello, key: str) -> LinkEnd:
         spec = LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=False, title=_name(identity))
-        end = _WorkerEnd(spec, Session(CONTROL_IDENTITY, spec, self._limits), key, identity, self)
-        known = self._places.find(identity)
-        if known is not None:
-            known.end = end
+        end = _WorkerEnd(spec, Session(CONTROL_IDENTITY, spec, self._limits), key)
+        end.take = lambda data: self._take(identity, data)
+        if identity in self._peers:
+            self._peers[identity].end = end
         else:
-            self._forget(self._places.give(identity, Place(end)))
+            self._peers[identity] = _Peer(end)
+            self._forget_strangers()
         return end
 
-    def _forget(self, evicted: "Place | None") -> None:
-        if evicted is not None:
-            self._loop.forget(evicted.end)
+    def _forget_strangers(self) -> None:
+        strangers = [identity for identity, peer in self._peers.items() if not peer.is_member]
+        for identity in strangers[: -self._max_strangers]:
+            self._loop.forget(self._peers.pop(identity).end)
 
-    def take(self, identity: bytes, data: bytes) -> None:
-        """Handle a message that has come."""
-        place = self._places.find(identity)
-        if place is None or place.is_lost:
+    def _take(self, identity: bytes, data: bytes) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or peer.is_lost:
             return
-        self._places.heard(identity)
+        self._peers.move_to_end(identity)
         try:
             self._heard.append((identity, decode_message(data, _name(identity))))
         except RemoteProtocolError as error:
             _log.warning("%s", error)
-            place.is_lost = True
+            peer.is_lost = True
             self.send(identity, Abort(str(error), error.exit_status))
 
 
@@ -179,16 +182,12 @@ class _WorkerEnd(LinkEnd):
 
     is_temporary = True
     warns = False
-
-    def __init__(self, spec: LinkSpec, session: Session, key: str, identity: bytes, server: ControlServer) -> None:
-        super().__init__(spec, session, key)
-        self._identity = identity
-        self._server = server
+    take: Callable[[bytes], None]
 
     def publish(self) -> None:
         """Hand over messages."""
         for _, data in self.session.take_messages():
-            self._server.take(self._identity, data)
+            self.take(data)
 
     def fail(self, error: TahqError) -> None:
         """The session has ended: its peer broke the protocol, or left for a reason."""
@@ -197,51 +196,12 @@ class _WorkerEnd(LinkEnd):
 
 
 @dataclass(slots=True)
-class Place:
-    """One peer: its end of the link, and whether it broke the protocol and is not heard any more."""
+class _Peer:
+    """One peer: its end of the link, whether it is a member, and whether it broke the protocol and is ignored."""
 
     end: LinkEnd
+    is_member: bool = False
     is_lost: bool = False
-
-
-class Places:
-    """Peers by identity; bounded however many strangers come.
-
-    Without CURVE anybody may come, under as many names as it likes. So a peer is kept only if it was told something
-    that is for members; of the others, the one that has been silent longest makes room for a newcomer.
-    """
-
-    def __init__(self, max_strangers: int = MAX_STRANGERS) -> None:
-        self._max_strangers = max_strangers
-        self._members: dict[bytes, Place] = {}
-        self._strangers: OrderedDict[bytes, Place] = OrderedDict()
-        """The peer heard last comes last."""
-
-    def __len__(self) -> int:
-        return len(self._members) + len(self._strangers)
-
-    def find(self, identity: bytes) -> Place | None:
-        """The place of a peer that has one."""
-        return self._members.get(identity) or self._strangers.get(identity)
-
-    def give(self, identity: bytes, place: Place) -> Place | None:
-        """Remember a newcomer; returns the peer that is forgotten for it, if there were too many."""
-        self._strangers[identity] = place
-        return self._strangers.popitem(last=False)[1] if len(self._strangers) > self._max_strangers else None
-
-    def heard(self, identity: bytes) -> None:
-        """A peer with a place gives a sign of life."""
-        if identity in self._strangers:
-            self._strangers.move_to_end(identity)
-
-    def told(self, identity: bytes, message: Message) -> Place | None:
-        """A peer with a place is told this, which makes it a member or ends that; returns the peer forgotten for it."""
-        place = self._members.pop(identity, None) or self._strangers.pop(identity, None)
-        if place is not None and isinstance(message, _FAREWELLS):
-            return self.give(identity, place)
-        if place is not None:
-            self._members[identity] = place
-        return None
 
 
 def _name(identity: bytes) -> str:
@@ -252,3 +212,28 @@ def _name(identity: bytes) -> str:
         if text and text.isprintable():
             return text
     return f"a stranger ({identity.hex()[:16]})"
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """Another machine's clock minus this one's: `offset_s`, to within `error_s`."""
+
+    offset_s: float
+    error_s: float
+
+
+def clock_offset(heartbeats: Iterable[HeartbeatTimes]) -> ClockOffset | None:
+    """The difference between two clocks, by the round trips of heartbeats (as in NTP); None without a valid one.
+
+        here  left ─────▶ arrived  there       offset = arrived - (left + answered) / 2
+        here  answered ◀─                      round trip = answered - left
+
+    However long each direction took, the offset is wrong by at most half the round trip, so the shortest round trip
+    counts. Both clocks only run forward; there are no leaps.
+    """
+    samples = [
+        ClockOffset(beat.arrived_s - (beat.left_s + beat.answered_s) / 2, (beat.answered_s - beat.left_s) / 2)
+        for beat in heartbeats
+        if 0 <= beat.answered_s - beat.left_s <= LONGEST_ROUND_TRIP_S
+    ]
+    return min(samples, key=lambda sample: sample.error_s, default=None)

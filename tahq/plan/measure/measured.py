@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.control.messages import ComputeMeasured, PathsMeasured
 from tahq.errors import RemoteProtocolError
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.measure.jobs import Job, Pair
