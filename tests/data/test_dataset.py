@@ -121,11 +121,6 @@ def test_windows_never_share_a_label_or_an_input_across_the_split(num_tokens, va
     assert not (seen[0] * seen[1]).any()
 
 
-@pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
-def test_region_has_windows_of_seq_len_and_one_label(length, expected):
-    assert Region(5, 5 + length).num_windows(8) == expected
-
-
 @given(num_records=st.integers(0, 3000), validation=shares)
 def test_records_held_out_are_as_many_as_asked_for_and_evenly_spread(num_records, validation):
     held_out = split_records(num_records, validation)

@@ -25,13 +25,6 @@ def test_permutation_stays_in_range_and_apart_for_large_sizes(n, key, data):
     assert 0 <= min(places) <= max(places) < n
 
 
-def test_permutation_of_part_is_part_of_permutation():
-    permutation = Permutation(1000, key=7)
-    whole = permutation(np.arange(1000))
-    assert permutation(np.arange(990, 1000)).tolist() == whole[990:].tolist()
-    assert permutation(np.arange(12).reshape(3, 4)).shape == (3, 4)
-
-
 def test_permutation_of_four_gives_all_orders_equally_often():
     num_keys = 1200
     keys = mix64(np.arange(num_keys, dtype=np.uint64))
@@ -80,20 +73,6 @@ def test_stage_without_data_knows_the_samples_of_every_micro_batch(tmp_path, byt
         batch = source.train(step)
         assert order.micro_batches(step) == [batch.micro_batch_sample_ids(index).tolist() for index in range(2)]
         assert order.cursor(step) == source.cursor(step)
-
-
-def test_order_resumes_at_a_cursor():
-    """A stage without data learns it from the plan: the number of its next sample, of an epoch of this size."""
-    whole = SampleOrder(100, True, 1, 8, 4)
-    resumed = SampleOrder(100, True, 1, 8, 4, Cursor(step=30, sample=whole.cursor(30).sample, num_train_samples=100))
-    assert all(np.array_equal(whole.sample_ids(step), resumed.sample_ids(step)) for step in range(30, 50))
-
-
-@given(st.integers(1, 50), st.integers(1, 10), st.integers(0, 2**63 - 1))
-def test_an_epoch_has_each_sample_once(num_samples, micro_batch, seed):
-    order = SampleOrder(num_samples, True, seed, num_samples * micro_batch, micro_batch)
-    epochs = order.sample_ids(0).reshape(micro_batch, num_samples)
-    assert all(sorted(epoch) == list(range(num_samples)) for epoch in epochs.tolist())
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(1, 10**6))

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tahq.data.sources import FoundFile, as_patterns, find_files, hash_documents, read_documents
+from tahq.data.sources import FoundFile, find_files, hash_documents, read_documents
 from tahq.errors import DataError
 
 
@@ -89,11 +89,6 @@ def test_stdlib_is_refused_where_it_is_not_text_or_has_no_source(tmp_path, monke
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match="needs the source files of Python's library"):
         find_files(["stdlib"], key="data.text", stdlib=True)
-
-
-def test_one_pattern_counts_as_a_list_of_one():
-    assert as_patterns("a") == ("a",)
-    assert as_patterns(["a", "b"]) == ("a", "b")
 
 
 # -- text --

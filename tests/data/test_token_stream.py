@@ -156,15 +156,6 @@ def test_unwritable_cache_is_skipped_with_a_warning(tmp_path, monkeypatch, caplo
     assert "keeping tokens in memory" in caplog.text
 
 
-def test_failed_tokenising_leaves_nothing_behind(cache):
-    def fail():
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        cached_tokens("key", fail)
-    assert not (cache / "tokens").exists()
-
-
 def test_concurrent_workers_share_one_cache_entry(cache):
     make = Maker()
     with ThreadPoolExecutor(8) as pool:

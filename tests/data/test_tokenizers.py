@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.tokenizer import BytesTokenizer, load_tokenizer, token_dtype
+from tahq.data.tokenizer import BytesTokenizer, load_tokenizer
 from tahq.errors import DataError
 
 TRICKY = [
@@ -194,8 +194,3 @@ def test_damaged_settings_are_refused(bpe_folder, tmp_path, content, problem):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=problem):
         load(tmp_path)
-
-
-def test_token_dtype_is_the_smallest_that_fits():
-    sizes = [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
-    assert [token_dtype(size).name for size, _ in sizes] == [name for _, name in sizes]

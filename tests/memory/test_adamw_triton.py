@@ -1,71 +1,73 @@
-"""Kernels of our AdamWs against plain torch, in Triton's interpreter; on CUDA, tests/gpu/test_adamw_kernels.py."""
+"""Kernels of tahq's AdamWs against plain torch on the CPU, on CUDA or in Triton's interpreter."""
 
 import pytest
 import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
-from support.interpreter import in_interpreter
+from support.interpreter import DEVICE, in_interpreter, on_device, sizes
 from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, optimizer_tensors
 
-pytestmark = in_interpreter
-CPU = torch.device("cpu")
+pytestmark = on_device
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (2048,), (4097,), (33, 77)], ids=str)
+@pytest.mark.parametrize("shape", sizes([(1,), (127,), (2048,), (4097,), (33, 77)], [], [(1000, 1024)]), ids=str)
 def test_codes_scales_and_weights_equal_the_reference_for_any_shape(shape):
-    check_8bit(shape, CPU)
+    check_8bit(shape, DEVICE)
 
 
 @pytest.mark.parametrize("gradients", GRADIENTS)
 def test_codes_scales_and_weights_equal_the_reference_for_any_gradients(gradients):
     """In a program that is filled and in one that is not."""
-    check_8bit((1724,), CPU, gradients=gradients)
+    check_8bit((70000,) if DEVICE.type == "cuda" else (1724,), DEVICE, gradients=gradients)
 
 
 @pytest.mark.parametrize("block", [64, 512, 2048])
 def test_kernels_equal_the_reference_with_other_block_sizes(block):
-    check_8bit((3000,), CPU, block=block)
+    check_8bit((3000,), DEVICE, block=block)
 
 
+@in_interpreter
 def test_kernels_equal_the_reference_without_gather_as_in_triton_3_2(monkeypatch):
     monkeypatch.setattr("tahq.memory.adam.blockwise8_kernels._HAS_GATHER", False)
     monkeypatch.delattr("triton.language.gather")
-    check_8bit((1500,), CPU)
+    check_8bit((1500,), DEVICE)
 
 
-def test_kernels_equal_the_reference_with_bf16_weights_and_gradients():
-    check_8bit((1500,), CPU, weight_dtype=torch.bfloat16, gradient_dtype=torch.bfloat16)
-    check_8bit((1500,), CPU, gradient_dtype=torch.bfloat16)
+@pytest.mark.parametrize(("weight", "gradient"), [(BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
+def test_kernels_equal_the_reference_with_bf16_weights_and_gradients(weight, gradient):
+    check_8bit((1500,), DEVICE, weight_dtype=weight, gradient_dtype=gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("shape", [(1,), (127,), (1024,), (33, 77)], ids=str)
 def test_kernels_equal_the_reference_with_unquantised_moments(shape, dtype):
-    check_plain(shape, CPU, dtype)
+    check_plain(shape, DEVICE, dtype)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_equal_the_reference_at_every_border(signed):
-    check_every_border(CPU, signed)
+    check_every_border(DEVICE, signed)
 
 
+@in_interpreter
 def test_kernels_are_bound_anew_when_tensors_are_replaced(monkeypatch):
     """An optimizer whose weights, gradients and states are replaced in between, against one that has no kernels."""
 
     def trained(uses_kernels: bool) -> dict[str, torch.Tensor]:
         monkeypatch.setattr("tahq.memory.adam.adamw._has_kernels", lambda _: uses_kernels)
-        parameter = Parameter(normal((60, 70), 0))
+        parameter = Parameter(normal((16, 24), 0))
         config = TrainingConfig(steps=1, optimizer="adamw8bit", lr=1e-2, adamw8bit={"min_elements": 0})
         optimizer = build_optimizer(config, {"w": parameter}, lambda *_: True)
-        for step in range(1, 11):
-            gradient = normal((60, 70), step)
+        for step in range(1, 10):
+            gradient = normal((16, 24), step)
             if step == 3:  # of odd strides
                 gradient = gradient.t().contiguous().t()
             if step == 4:  # not where a kernel could read it
-                gradient = torch.cat((torch.zeros(1), gradient.view(-1)))[1:].view(60, 70)
+                gradient = torch.cat((torch.zeros(1), gradient.view(-1)))[1:].view(16, 24)
             if step == 6:
                 parameter.data = parameter.data.clone()
             if step == 8:

@@ -51,11 +51,15 @@ def test_map_by_hand():
 
 
 @both
-def test_codes_are_nearest_values_by_exhaustive_search(signed):
-    x = normal((5, 301)) * 10 ** normal((5, 301), seed=1)
+@pytest.mark.parametrize("shape", [(1,), (255,), (256,), (257,), (2, 3, 5), (5, 301), ()], ids=str)
+@pytest.mark.parametrize("block", [64, BLOCK])
+def test_codes_are_nearest_values_by_exhaustive_search(signed, shape, block):
+    x = normal(shape) * 10 ** normal(shape, seed=1)
     x = x if signed else x.square()
-    codes, _ = encode(x, signed)
-    assert torch.equal(codes, nearest_by_search(x, signed))
+    codes, scales = encode(x, signed, block)
+    assert torch.equal(codes, nearest_by_search(x, signed, block))
+    assert (codes.dtype, codes.numel()) == (torch.uint8, x.numel())
+    assert (scales.dtype, scales.numel()) == (torch.float32, -(-x.numel() // block))
 
 
 @both
@@ -72,20 +76,6 @@ def test_codes_at_and_beside_every_border_equal_a_search_among_borders(signed, s
     if signed:  # negative elements alike, below one of the scale
         rows[:, 1:] *= -1
         assert torch.equal(encode(rows, True)[0].view(rows.shape)[:, 1:].int(), 254 - expected[:, 1:].clamp(max=254))
-
-
-@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (255,), (256,), (257,), (4097,), (33, 77), (2, 3, 5), ()])
-@both
-def test_error_is_at_most_half_a_cell_for_any_shape(shape, signed):
-    x = normal(shape)
-    x = x if signed else x.square()
-    codes, scales = encode(x, signed)
-    assert (codes.dtype, codes.numel()) == (torch.uint8, x.numel())
-    assert (scales.dtype, scales.numel()) == (torch.float32, -(-x.numel() // BLOCK))
-    # Half of the widest cell, 10^0 · 0.9 / 64 or / 128, of a scale; −1 alone is farther, by 0.45/64.
-    widest = 0.9 / (64 if signed else 128)
-    scale = scales.repeat_interleave(BLOCK)[: x.numel()].reshape(shape)
-    assert ((round_trip(x, signed) - x).abs() <= (widest / 2 + 1e-6) * scale).all()
 
 
 @both
@@ -124,14 +114,6 @@ def test_without_a_sign_only_zero_and_negative_elements_are_zero():
     assert round_trip(x, signed=True).tolist() == [1.0, 0.0, 0.0, 0.0]
     assert round_trip(torch.tensor([-8.0, 0.5, 1.0]), signed=False)[0] == 0
     assert encode(torch.tensor([-8.0, -1.0]), signed=False)[1].tolist() == [0.0]
-
-
-@both
-def test_block_size_is_a_parameter(signed):
-    x = normal(1000).abs() * torch.logspace(-3, 0, 1000)
-    errors = [float((round_trip(x, signed, block) - x).square().mean()) for block in (32, 256, 1000)]
-    assert errors == sorted(errors)
-    assert torch.equal(encode(x, signed, 64)[0], nearest_by_search(x, signed, 64))
 
 
 def test_codes_do_not_depend_on_strides_and_dtype():

@@ -60,14 +60,6 @@ def test_bytes_of_weights_gradients_and_optimizer_equal_those_of_the_slice():
     assert memory.total == sum(kinds) == sum(memory.kinds().values())
 
 
-def test_kept_codes_count_with_the_weights():
-    blocks = BlockRange(1, 3, 4)
-    matrices = sum(parameter.numel() for parameter in plain_slice(blocks).parameters() if parameter.ndim > 1)
-    kept, again = (estimate(blocks, kept_code_nbytes=nbytes) for nbytes in (2, 0))
-    assert kept.weights - again.weights == 2 * matrices
-    assert kept.gradients == again.gradients
-
-
 @pytest.mark.parametrize(("blocks", "has_head"), [(BlockRange(1, 3, 4), False), (BlockRange(2, 4, 4), True)])
 def test_bf16_copies_count_once_except_the_head_with_checkpointing(blocks, has_head):
     of_block = 2 * SPEC.layout.block_weights(SPEC.hf_config)
@@ -88,7 +80,12 @@ def test_a_checkpoint_has_neither_bf16_copies_nor_codes(checkpoint_blocks):
     plain = estimate(BlockRange(2, 4, 4), checkpoint_blocks=checkpoint_blocks)
     bf16 = {"shape": MicroBatchShape(2, 16, True), "kept_code_nbytes": 2, "checkpoint_blocks": checkpoint_blocks}
     memory = estimate(BlockRange(2, 4, 4), **bf16)
-    assert memory.weights > plain.weights
+    matrices = sum(
+        parameter.numel() for parameter in plain_slice(BlockRange(1, 3, 4)).parameters() if parameter.ndim > 1
+    )
+    codes = memory.weights - estimate(BlockRange(2, 4, 4), **(bf16 | {"kept_code_nbytes": 0})).weights
+    assert codes == 2 * matrices
+    assert memory.weights > plain.weights + codes
     assert memory.snapshot == plain.snapshot == plain.weights + plain.optimizer
 
 
@@ -108,10 +105,19 @@ def test_optimizer_bytes_equal_its_tensors(optimizer):
     assert kept == estimate(blocks, optimizer_nbytes=partial(optimizer_nbytes, config)).optimizer
 
 
-@pytest.mark.parametrize(("optimizer", "ends"), [("qgalore", "bf16"), ("qgalore", "int8"), ("galore", "fp32")])
+@pytest.mark.parametrize(
+    ("optimizer", "keys"),
+    [
+        ("qgalore", {"ends": "bf16"}),
+        ("qgalore", {"ends": "int8", "states": "fp32", "rank": 3}),
+        ("qgalore", {"weights": "bf16", "projections": "bf16", "rank": 1000}),
+        ("galore", {"ends": "fp32"}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("blocks", [BlockRange(1, 3, 4), BlockRange(0, 1, 4), BlockRange(3, 4, 4)], ids=str)
-def test_bytes_of_low_rank_weights_equal_the_saved_tensors(optimizer, blocks, ends):
-    config = TrainingConfig(steps=1, optimizer=optimizer, qgalore={"ends": ends})
+def test_bytes_of_low_rank_weights_equal_the_saved_tensors(optimizer, blocks, keys):
+    config = TrainingConfig(steps=1, optimizer=optimizer, qgalore=keys)
     settings = low_rank_settings(config, 0)
     module = build_low_rank_slice(SPEC, blocks, settings, seed=0, device=torch.device("cpu"), random=RandomContext(0))
     update = StageUpdate(config, module.canonical_parameters(), module.is_decayed, 1, None, low_rank_weights(module))

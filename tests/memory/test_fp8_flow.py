@@ -5,6 +5,16 @@ import math
 import pytest
 import torch
 from support.samples import normal
+from support.small_slices import (
+    MICRO_BATCH,
+    SEQ_LEN,
+    different,
+    gradients,
+    make_slice,
+    make_spec,
+    relative_distance,
+    saved_storages,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,12 +23,10 @@ from tahq.errors import ModelError
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.coat import fp8_linear
 from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
-from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, linear_forward, product
+from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, linear_forward
 from tahq.memory.config import CoatConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.slice import ModelSlice
-
-from .slices import MICRO_BATCH, SEQ_LEN, make_slice, make_spec, saved_storages
 
 # Round to nearest with 3 (E4M3) or 2 (E5M2) bits behind the point: at most half a unit, 2⁻⁴ or 2⁻³ of the number, and
 # √3 times less in the mean square over numbers spread evenly between two codes.
@@ -115,26 +123,6 @@ def test_gradient_of_a_gated_activation_is_that_of_the_function_of_its_codes():
 # -- whole layers ---------------------------------------------------------------------------------
 
 
-def gradients(
-    module: ModelSlice, *, bf16: bool = False, deferred: DeferredGradients | None = None, seq_len: int = SEQ_LEN
-) -> dict[str, torch.Tensor]:
-    """What a forward and a backward give: the layers' own share of the output, and all gradients."""
-    x = normal((MICRO_BATCH, seq_len, module.spec.hidden_size)).requires_grad_()
-    module.deferred = deferred
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        y = module(x)
-    y.float().backward(normal(y.shape, seed=1))
-    if deferred is not None:
-        assert all(parameter.grad is None for parameter in module.parameters() if parameter.ndim > 1)
-        deferred.run()
-    return {"y": (y - x).detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
-
-
-def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    assert left.keys() == right.keys()
-    return [name for name in left if not torch.equal(left[name], right[name])]
-
-
 @pytest.mark.parametrize(
     ("family", "products", "bf16"),
     [
@@ -158,7 +146,7 @@ def test_gradients_equal_the_layer_without_fp8_within_rounding(family, products,
     for name, value in expected.items():
         if name.endswith("k_proj.bias"):  # softmax does not see a shift of all keys: but for the rotation it is 0
             continue
-        assert float((got[name] - value).norm() / value.norm()) < bound, name
+        assert relative_distance(got[name], value) < bound, name
     assert different(got, expected) == list(expected)
 
 
@@ -172,17 +160,10 @@ def test_fp8_units_multiply_the_same_codes(monkeypatch, products):
     on_units = gradients(module)
     for name, value in emulated.items():
         # Sums in another order may move a number over the edge between two codes, which moves it by 2⁻³ at most.
-        assert float((on_units[name] - value).norm() / value.norm()) < 1e-2, name
+        assert relative_distance(on_units[name], value) < 1e-2, name
     spent = module.get_submodule("model.layers.1").weight_codes_nbytes
     matrices = sum(p.numel() for name, p in module.named_parameters() if p.ndim > 1)
     assert spent == 2 * matrices + 7 * 4
-
-
-def test_a_product_of_codes_is_the_product_of_their_values():
-    a, b = normal((5, 33)).to(E5M2), normal((7, 33), seed=1).to(E4M3)
-    scales = torch.tensor([0.25]), torch.tensor([3.0])
-    expected = (a.double() * 0.25) @ (b.double() * 3).t()
-    torch.testing.assert_close(product(a, b, scales, torch.float32, fast=True).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("products", "fp8"), [("e5m2", E5M2), ("e4m3", E4M3)])
@@ -303,19 +284,12 @@ def test_a_layer_of_llama_2_keeps_less_than_half():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_another_family_is_refused_by_name(family):
+def test_another_family_or_activation_is_refused_by_name(family):
     with pytest.raises(ModelError, match=f"memory.activations: coat is for .* this one is {family}"):
         make_slice(make_spec(family), CoatConfig())
-    config = {
-        "model": {"family": family, "num_layers": 4, "hidden_size": 64, "num_heads": 2},
-        "data": {"text": "stdlib", "seq_len": 32},
-        "training": {"steps": 1},
-        "memory": {"activations": "coat"},
-    }
+    sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 2}
+    config = {"model": {"family": family, **sizes}, "data": {"text": "stdlib"}, "training": {"steps": 1}}
     with pytest.raises(ValueError, match=f"families llama, qwen2, mistral, model.family is {family}"):
-        ClusterConfig.model_validate(config)
-
-
-def test_another_activation_is_refused():
+        ClusterConfig.model_validate(config | {"memory": {"activations": "coat"}})
     with pytest.raises(ModelError, match="needs hidden_act silu; this model has gelu"):
         make_slice(make_spec("llama", overrides={"hidden_act": "gelu"}), CoatConfig())

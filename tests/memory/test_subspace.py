@@ -14,7 +14,6 @@ from tahq.memory.galore.subspace import (
     LazySubspace,
     exact_basis,
     low_rank_shape,
-    new_projection,
     pack,
     project,
     project_back,
@@ -45,14 +44,6 @@ def test_a_gradient_of_the_rank_survives_projection_there_and_back(shape, method
     assert low.shape == low_rank_shape(shape, rank)
     # products of at most 33 terms of about 10, each rounded at 2⁻²⁴
     torch.testing.assert_close(project_back(low, basis, shape), gradient, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
-def test_rows_not_below_columns_take_right_vectors_and_else_left_ones(shape):
-    gradient = normal(shape, 2)
-    u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
-    expected = vh[:6] if shape[0] >= shape[1] else u[:, :6].t()
-    assert torch.equal(exact_basis(gradient, 6), expected)
 
 
 def test_random_combinations_find_nearly_all_that_the_exact_basis_finds():
@@ -93,15 +84,6 @@ def test_gaps_equal_the_papers_rule():
         assert found == paper_gaps(cosines, gap=200, queue=5, threshold=0.4, cap=3000)
 
 
-def test_gap_by_hand():
-    rule = LazyRule(queue=5, threshold=0.4, max_gap=700)
-    assert rule.next_gap(200, [0.5] * 4) == 200
-    assert rule.next_gap(200, [0.5] * 5) == 400
-    assert rule.next_gap(200, [0.5, 0.5, 0.39, 0.5, 0.5]) == 200
-    assert rule.next_gap(400, [0.9] * 5) == 700
-    assert rule.next_gap(700, [0.9] * 5) == 700
-
-
 def searched(rule, num_steps, gradient_at):
     subspace = LazySubspace((2, 6), CPU, "fp32", rule, "exact")
     at = []
@@ -131,25 +113,6 @@ def test_a_subspace_that_turns_and_a_rule_that_is_not_lazy_keep_the_gap():
     assert at == [0, 5, 10, 15]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_finds_nothing_and_the_search_stays_due(bad):
-    subspace = LazySubspace((2, 6), CPU, "fp32", LazyRule(gap=2), "exact")
-    gradient = torch.randn(8, 6)
-    gradient[3, 3] = bad
-    subspace.search(gradient, 0)
-    assert subspace.basis(torch.float32) is None
-    subspace.drop()
-    assert subspace.is_due(1)
-    subspace.search(torch.randn(8, 6), 0)
-    subspace.keep(1)
-    assert not subspace.is_due(2)
-    before = subspace.basis(torch.float32).clone()
-    subspace.search(gradient, 0)
-    assert torch.equal(subspace.basis(torch.float32), before)
-    subspace.drop()
-    assert subspace.is_due(3)
-
-
 def test_ranks():
     assert rank_of((512, 2048), None) == 128
     assert rank_of((5, 9), None) == 2
@@ -165,10 +128,7 @@ def test_codes_are_packed_two_per_byte_and_come_back(codes):
     packed = pack(torch.tensor(codes, dtype=torch.uint8))
     assert packed.numel() == (len(codes) + 1) // 2
     assert unpack(packed, len(codes)).tolist() == codes
-
-
-def test_first_of_two_codes_has_the_low_half():
-    assert pack(torch.tensor([1, 2, 3], dtype=torch.uint8)).tolist() == [0x21, 0x03]
+    assert packed[0] & 15 == codes[0]  # the first of two has the low half
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 85), (16, 64), (33, 129)])
@@ -181,16 +141,3 @@ def test_every_element_in_int4_is_within_half_a_step(shape):
         width = float(group.max().clamp(min=0) - group.min().clamp(max=0))
         # the step is up to 2⁻⁷ larger than a fifteenth for being rounded up to bf16
         assert float(errors.max()) <= width / 15 * 0.5 * (1 + 2**-7) + 1e-6
-
-
-def test_int4_takes_half_a_byte_per_number_and_three_bytes_for_256():
-    projection = new_projection("int4", (64, 256), CPU)
-    assert sum(tensor.nbytes for tensor in projection.tensors().values()) == 64 * 128 + 3 * 64
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_unquantised_bases_are_kept_as_they_are(kind):
-    basis = torch.randn(4, 9).bfloat16().float()
-    projection = new_projection(kind, (4, 9), CPU)
-    projection.assign(basis)
-    assert torch.equal(projection.decoded(torch.float32), basis)

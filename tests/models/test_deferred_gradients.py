@@ -71,16 +71,6 @@ def test_split_backward_equals_a_whole_backward(family, dropout, blocks, checkpo
     assert_same(whole, split)
 
 
-def test_matrices_get_no_gradient_before_deferred_gradients_run():
-    module = make_slice("gpt2", MIDDLE)
-    module.deferred = DeferredGradients()
-    forward(module, 0, bf16=False)[1].sum().backward()
-    matrices = [p for p in module.parameters() if p.ndim == 2]
-    assert all(p.grad is None for p in matrices)
-    module.deferred.run()
-    assert all(p.grad is not None for p in matrices)
-
-
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_sharing_weight_copies_changes_no_gradient_bit(family, is_split):

@@ -36,13 +36,6 @@ def test_sizes_in_the_configuration_are_used():
     assert (spec.vocab_size, spec.max_seq_len) == (70, 100)
 
 
-def test_dropout_reaches_every_place_a_family_has():
-    assert load(dropout=0.25).hf_config.attention_dropout == 0.25
-    config = load(family="gpt2", dropout=0.25).hf_config
-    assert {config.embd_pdrop, config.attn_pdrop, config.resid_pdrop} == {0.25}
-    assert load(family="gpt2").hf_config.resid_pdrop == 0.0
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_overrides_reach_the_configuration(family):
     config = load(family=family, overrides={"rms_norm_eps": 1e-3, "tie_word_embeddings": True}).hf_config

@@ -105,7 +105,7 @@ def check_every_border(device: torch.device, signed: bool) -> None:
     near = torch.cat([edges, torch.nextafter(edges, torch.tensor(2.0)), torch.nextafter(edges, torch.tensor(0.0))])
     near = (torch.cat([near, -near]) if signed else near).repeat(2)  # for a program that is filled and one that is not
     numbers = AdamwNumbers(0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1e-8)
-    for scale in (SMALLEST_SCALE, 1.5 * SMALLEST_SCALE, 1e-30, 3e-9, 0.7, 1.0, 1.9999999, 3.0, 1e17, 2.0**126, 3.4e38):
+    for scale in (SMALLEST_SCALE, 3e-9, 0.7, 1.9999999, 2.0**126, 3.4e38):
         wanted = (near * scale).clamp(-scale, scale)
         gradient = wanted if signed else wanted.sqrt()
         rows = torch.nn.functional.pad(gradient, (0, -len(gradient) % (BLOCK - 1))).view(-1, BLOCK - 1)

@@ -1,0 +1,75 @@
+"""Blocks of small models, their gradients, and what autograd saves of them."""
+
+from collections.abc import Callable
+
+import torch
+
+from support.samples import normal
+from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.config import CoatConfig
+from tahq.models.config import ModelConfig
+from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, build_slice
+
+MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
+MIDDLE = BlockRange(1, 2, 3)
+
+
+def make_spec(family: str, **keys) -> ModelSpec:
+    """Three blocks; keywords are `model:` keys."""
+    grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, **grouped, **keys}
+    return load_spec(ModelConfig(family=family, **sizes), vocab_size=VOCAB, seq_len=SEQ_LEN)
+
+
+def make_slice(
+    spec: ModelSpec, coat: CoatConfig | None = None, *, blocks: BlockRange = MIDDLE, device: torch.device | str = "cpu"
+) -> ModelSlice:
+    """A slice as transformers computes it, or with COAT's FP8 flow where `coat` is given."""
+    module = build_slice(spec, blocks, seed=0, device=device, random=RandomContext(0)).train()
+    if coat is not None:
+        use_fp8_flow(module, coat)
+    return module
+
+
+def saved_storages(forward: Callable[[], object]) -> dict[int, torch.Tensor]:
+    """Tensors that a forward pass saves, by address of their storage; kept alive, so that no address comes twice."""
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return saved
+
+
+def gradients(
+    module: ModelSlice, *, bf16: bool = False, deferred: DeferredGradients | None = None, seq_len: int = SEQ_LEN
+) -> dict[str, torch.Tensor]:
+    """Of a forward and a backward, on the CPU: the layers' own share of the output, and all gradients."""
+    device = next(module.parameters()).device
+    x = normal((MICRO_BATCH, seq_len, module.spec.hidden_size)).to(device).requires_grad_()
+    module.deferred = deferred
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        y = module(x)
+    y.float().backward(normal(y.shape, seed=1).to(device))
+    if deferred is not None:
+        assert all(parameter.grad is None for parameter in module.parameters() if parameter.ndim > 1)
+        deferred.run()
+    found = {"y": (y - x).detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors are not equal to the bit."""
+    assert left.keys() == right.keys()
+    return [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def relative_distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).norm() / right.norm())
