@@ -18,7 +18,7 @@ from harness import Table, main
 
 from tahq.pipeline.probe.gradient_probe import GradientProbe
 from tahq.pipeline.probe.result import WireResult, collect
-from tahq_launch.analysis.probe_report import bits_per_element
+from tahq_launch.analysis.probe import bits_per_element
 from tahq_launch.analysis.probe_setup import ProbeRequest, ProbeSetup, open_setup
 
 EXAMPLES = Path(__file__).parents[1] / "launch/examples"

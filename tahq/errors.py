@@ -1,29 +1,8 @@
 """Every error that tahq raises on purpose, and the exit status each one ends a process with.
 
-::
-
-    TahqError                        1   internal error
-    ├── UserError                    2   the user's mistake; shown as one line
-    │   ├── ConfigError              2   cluster.yaml, --set or a codec spec
-    │   ├── DataError                2   text, tokens or tokenizer
-    │   ├── ModelError               2   a model that cannot be built, cut or loaded
-    │   ├── SnapshotError            2   a checkpoint that is missing, damaged or does not fit
-    │   ├── NetworkError             2   a network of hosts that cannot be made on this machine
-    │   └── RefusedError             2   the coordinator refused this worker, and said why
-    ├── CodecError                   1   bytes that are not a valid stream, or a tensor no stream holds
-    ├── ScheduleError                1   a schedule that deadlocks or is incomplete
-    ├── LocalProtocolError           1   this process broke the protocol
-    ├── RemoteProtocolError          3   a peer broke the protocol; the message names it
-    ├── PeerLostError                3   a peer is gone; the run can be resumed
-    ├── FrameLogError                3   a PeerLostError: frames that a neighbour needs again cannot be read
-    ├── OutOfMemoryError             4   a stage does not fit
-    ├── NonFiniteError               5   halted on NaN or infinity
-    ├── NothingToDoError           0   all steps of the run to resume are done
-    ├── StartOverError             3   a worker forgets what it has, and joins again
-    ├── RunAbortedError           any   the coordinator ended the run; its message, its status
-    └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)
-
-A message names the value, what was expected, where, and the next thing to do. Values in it are cut by `brief`.
+1 is an internal error, 2 the user's mistake, 3 a lost peer (the run can be resumed), 4 out of memory, 5 a loss that is
+not finite. A message names the value, what was expected, where, and the next thing to do. Values in it are cut by
+`brief`.
 """
 
 import re

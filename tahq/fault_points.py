@@ -23,6 +23,7 @@ Cost without planned faults: a call and a look into an empty dict, 0.1 µs.
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -58,6 +59,12 @@ NAMES: Final = (
 )
 
 
+_FAULT = re.compile(
+    rf"(?:(?P<action>kill|raise)|(?P<delay>stop|sleep)=(?P<duration>[^@]+))@(?P<point>{'|'.join(NAMES)})"
+    r"(?::stage=(?P<stage>\d+))?(?::step=(?P<step>\d+))?"
+)
+
+
 class InjectedFault(Exception):
     """Raised by the fault ``raise``."""
 
@@ -71,12 +78,8 @@ class Fault:
     action: str
     duration_s: float
     point: str
-    stage: int = -1
-    step: int = -1
-
-    def matches(self, stage: int, step: int) -> bool:
-        """Whether it is planned for this stage and step."""
-        return self.stage in (-1, stage) and self.step in (-1, step)
+    stage: int
+    step: int
 
 
 def reached(point: str, *, stage: int = -1, step: int = -1) -> None:
@@ -92,7 +95,7 @@ def reached(point: str, *, stage: int = -1, step: int = -1) -> None:
         ConfigError: `FAULTS` is malformed; at the first point that is reached.
     """
     for fault in _planned().get(point, ()):
-        if fault.matches(stage, step) and _claim(fault):
+        if fault.stage in (-1, stage) and fault.step in (-1, step) and _claim(fault):
             _inject(fault)
 
 
@@ -144,24 +147,16 @@ def _inject(fault: Fault) -> None:
 
 
 def _parse_fault(position: int, text: str) -> Fault:
-    what, at, where = text.partition("@")
-    action, _, duration = what.partition("=")
-    point, *conditions = where.split(":")
-    values = {key: value for key, _, value in (condition.partition("=") for condition in conditions)}
-    if not at or action not in ("kill", "stop", "sleep", "raise"):
-        raise _mistake(text, "kill, stop=DURATION, sleep=DURATION or raise, then @ and a point")
-    if point not in NAMES:
-        raise _mistake(text, f"one of the points {', '.join(NAMES)}")
-    if (action in ("stop", "sleep")) != bool(duration):
-        raise _mistake(text, "a duration after stop and sleep, as in stop=20s, and none after kill and raise")
-    if not set(values) <= {"stage", "step"} or not all(value.isdecimal() for value in values.values()):
-        raise _mistake(text, "after the point only :stage=NUMBER and :step=NUMBER")
+    found = _FAULT.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"{FAULTS}: cannot read {text!r}: expected kill, stop=DURATION, sleep=DURATION or raise, then @ and one of "
+            f"the points {', '.join(NAMES)}, then perhaps :stage=NUMBER and :step=NUMBER"
+        )
+    part = found.groupdict()
     try:
-        duration_s = parse_duration(duration) if duration else 0.0
+        duration_s = parse_duration(part["duration"]) if part["duration"] else 0.0
     except ValueError as error:
-        raise _mistake(text, str(error)) from None
-    return Fault(position, text, action, duration_s, point, **{key: int(value) for key, value in values.items()})
-
-
-def _mistake(text: str, expected: str) -> ConfigError:
-    return ConfigError(f"{FAULTS}: cannot read {text!r}: expected {expected}")
+        raise ConfigError(f"{FAULTS}: cannot read {text!r}: expected a duration: {error}") from None
+    action, stage, step = part["action"] or part["delay"], part["stage"] or -1, part["step"] or -1
+    return Fault(position, text, action, duration_s, part["point"], int(stage), int(step))

@@ -3,17 +3,258 @@
 Implementations are imported when a command runs, so that `--help` needs no torch.
 """
 
+import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tahq import __version__
-from tahq_launch.command_line import run_app
-from tahq_launch.run_commands import coordinator, export, keygen, launch, trace, worker
+from tahq.units import parse_size
+from tahq_launch.command_line import (
+    ConfigPath,
+    Debug,
+    Device,
+    Overrides,
+    Resume,
+    announce,
+    log_to_stderr,
+    report_error,
+    run_app,
+)
 from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app
+
+log = logging.getLogger("tahq")
+
+RunFolderPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, e.g. runs/demo.")]
+
+
+def launch(
+    cluster_yaml: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print layers, memory, bytes per link and the schedule; start nothing.")
+    ] = False,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> int:
+    """Train the model that CLUSTER.YAML describes.
+
+    Starts one worker per stage, on this machine or over ssh, coordinates them, and writes runs/NAME.
+
+    Example: tahq-launch launch/examples/demo.yaml --set run.name=first --set training.steps=20
+
+    Exit status: 0 done, 1 internal error, 2 mistake in the input, 3 worker lost (resume the run), 4 out of memory,
+    5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after writing a checkpoint.
+    """
+    from tahq.config.file import load_config, placed_errors
+
+    with placed_errors(cluster_yaml, overrides or ()):
+        if not dry_run:
+            from tahq_launch.start.launcher import launch as launch_run
+            from tahq_launch.start.prepared_run import StartRequest
+
+            return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
+        from tahq_launch.plan.dry_run import dry_run as describe
+        from tahq_launch.start.local_checks import check_local
+        from tahq_launch.start.resolution import resolve_for_run
+
+        config = resolve_for_run(load_config(cluster_yaml, overrides or ()))
+        check_local(config)
+        print(describe(config))
+        return 0
+
+
+def worker(
+    peer: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator, e.g. 192.0.2.1:5555.")],
+    stage: Annotated[int | None, typer.Option(min=0, help="Stage to serve, from 0. Default: any free stage.")] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address to listen on for neighbours, e.g. 0.0.0.0:7001; port 0: any free port. Default: from the "
+            "stage's hosts entry, else the address that faces the coordinator.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="Address that neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
+            "none: this machine only dials out. Default: the bound address.",
+        ),
+    ] = None,
+    device: Device = None,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Take the stage from its worker, e.g. on a replacement machine.")
+    ] = False,
+    spare: Annotated[
+        bool, typer.Option("--spare", help="Wait, and take the stage of a lost host. Default: take a free stage.")
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
+    ] = 10,
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="This worker's secret key, e.g. ~/gpu1.secret. Default: this account's key."),
+    ] = None,
+    coordinator_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The coordinator's public key. Default: this worker's own public key."),
+    ] = None,
+    no_curve: Annotated[
+        bool, typer.Option("--no-curve", help="For a run with security.curve: off. Default: CURVE is required.")
+    ] = False,
+    debug: Debug = False,
+    die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
+    exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
+    keys_from_stdin: Annotated[bool, typer.Option("--keys-from-stdin", hidden=True)] = False,
+) -> int:
+    """Serve one stage of a run on this machine.
+
+    The configuration comes from the coordinator. A worker that is killed restarts by itself and the run continues; a
+    worker whose coordinator is killed waits for it.
+
+    Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
+    """
+    from tahq_launch.start import run_keys, worker_lifetime
+
+    if no_curve and (key is not None or coordinator_key is not None):
+        raise typer.BadParameter("it excludes --key and --coordinator-key", param_hint="--no-curve")
+    if spare and (stage is not None or takeover):
+        raise typer.BadParameter("a spare takes any stage that needs a worker; leave out --stage and --takeover")
+    if takeover and stage is None:
+        raise typer.BadParameter("--takeover needs --stage, the stage to take")
+    credentials = None
+    if not no_curve:
+        by_hand = run_keys.keys_by_hand
+        credentials = run_keys.keys_from_stdin() if keys_from_stdin else by_hand(key, coordinator_key)
+
+    def serve(worker_id: str, is_first: bool) -> int:
+        from tahq.worker.main import run_worker  # not before the fork: it starts threads
+        from tahq.worker.place import WorkerOptions
+
+        place = (-1 if stage is None else stage, peer, bind, advertise, device, worker_id, takeover and is_first)
+        return run_worker(WorkerOptions(*place, credentials, spare, replaces_host=takeover))
+
+    launched = die_with_launcher or exit_with_stdin
+    log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
+    if die_with_launcher:
+        worker_lifetime.die_with_launcher()
+    if exit_with_stdin:
+        worker_lifetime.exit_with_stdin()
+    if launched:
+        return serve("", True)
+    from tahq.comm.zmq.addresses import parse_address
+
+    parse_address(peer, "coordinator")  # a mistake is reported once, not by every child
+    log.info("dialling %s …", peer)  # before the child, which imports torch first
+
+    def child(worker_id: str, is_first: bool) -> int:
+        try:
+            return serve(worker_id, is_first)
+        except Exception as error:
+            return report_error("tahq-worker", error, debug=debug)
+
+    return worker_lifetime.supervise(child, restarts)
+
+
+def coordinator(
+    cluster_yaml: ConfigPath,
+    bind: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Address to listen on, e.g. 0.0.0.0:5555. Default: run.bind."),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Address that workers dial. Default: run.advertise, else --bind."),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> int:
+    """Coordinate a run whose workers are started by hand.
+
+    Prints the tahq-worker command of every stage.
+
+    Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
+    """
+    from tahq.config.file import placed_errors
+    from tahq_launch.start.launcher import serve
+    from tahq_launch.start.prepared_run import StartRequest
+
+    changes, program = tuple(overrides or ()), "tahq coordinator"
+    request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program)
+    with placed_errors(cluster_yaml, request.all_overrides):
+        return serve(request, announce)
+
+
+def keygen(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the public key of the existing file instead.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Make a key pair and print its public half.
+
+    The secret half goes to a file of mode 600. The public half is for security.allow, or for --coordinator-key.
+
+    Example: tahq keygen
+    """
+    from tahq_launch.start.run_keys import keygen as make_key
+
+    print(make_key(out, show=show).public)
+    return 0
+
+
+def export(
+    run: RunFolderPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create, e.g. demo-hf.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 2GB.")] = "4GB",
+    debug: Debug = False,
+) -> int:
+    """Write a run's model as a Hugging Face folder: config.json, safetensors and the tokenizer.
+
+    Example: tahq export runs/demo demo-hf
+    """
+    try:
+        max_shard_nbytes = parse_size(shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shard-size") from None
+    from tahq_launch.export import export_run
+
+    done = export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
+    print(f"{out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
+    if done.note:
+        print(f"note: {done.note}")
+    return 0
+
+
+def trace(
+    run: RunFolderPath,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Show this step. Default: medians of the last 20 steps.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Also write the traced steps (run.trace_steps) for ui.perfetto.dev."),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Show how a run's steps spend their time, and which resource limits them.
+
+    Example: tahq trace runs/demo --step 10 --output demo.json
+    """
+    from tahq_launch.analysis.trace import print_trace
+
+    print_trace(run, step, output)
+    return 0
 
 
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:

@@ -129,17 +129,4 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequ
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> None:
     """Print a table to stdout; see `plain_table`."""
-    if not sys.stdout.isatty():
-        print(plain_table(titles, rows, left))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="left" if index in left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
+    print(plain_table(titles, rows, left))

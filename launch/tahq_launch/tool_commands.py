@@ -57,11 +57,11 @@ def plan(
 
     Example: tahq plan cluster.yaml --numbers measured.yaml --write planned.yaml
     """
-    from tahq_launch.plan.command import PlanRequest, plan_cluster
+    from tahq_launch.plan.command import plan_cluster
     from tahq_launch.plan.problem import PlanChoices
 
     choices = PlanChoices(tuple(codecs or ()), tuple(schedules or ()), stages, max_replicas)
-    plan_cluster(PlanRequest(cluster_yaml, numbers, tuple(overrides or ()), choices, write, json_path, grid))
+    plan_cluster(cluster_yaml, overrides or (), numbers, choices, write=write, json_path=json_path, draws_step=grid)
     return 0
 
 
@@ -105,22 +105,14 @@ def measure(
 
     Exit status: as tahq-launch; 3 if a host could not reach another (the other measurements are still written).
     """
-    from tahq_launch.plan.measure import MeasureOptions
-    from tahq_launch.plan.measure import measure as measure_hosts
+    from tahq.plan.measure.jobs import MeasureRequest
+    from tahq_launch.plan.measure import measure_hosts
+    from tahq_launch.start.prepared_run import StartRequest
 
-    options = MeasureOptions(
-        config_path=cluster_yaml,
-        output=output,
-        overrides=tuple(overrides or ()),
-        micro_batches=tuple(micro_batch or ()),
-        codecs=tuple(codecs or ()),
-        seconds=seconds,
-        parallel=parallel,
-        access=access,
-        connections=tuple(connections or ()),
-        debug=debug,
-    )
-    return measure_hosts(options)
+    sizes, specs, numbers = tuple(micro_batch or ()), tuple(codecs or ()), tuple(connections or ())
+    request = MeasureRequest(sizes, specs, seconds, parallel, access, numbers)
+    start = StartRequest(cluster_yaml, tuple(overrides or ()), debug=debug, program="tahq measure")
+    return measure_hosts(start, request, output)
 
 
 def probe(
@@ -157,7 +149,7 @@ def probe(
 
     Example: tahq probe launch/examples/demo.yaml --warm-up 20 --wire 'tah / fixed:bits=6'
     """
-    from tahq_launch.analysis.probe import probe as run_probe
+    from tahq_launch.analysis.probe import run_probe
     from tahq_launch.analysis.probe_setup import ProbeRequest
 
     changes, wires = tuple(overrides or ()), tuple(wire or ())
@@ -201,9 +193,9 @@ def inspect(
 
     Example: tahq codec inspect boundary.tah --spec tah --shape 2,1024,1600 --hex 64
     """
-    from tahq_launch.analysis.codec_inspection import StreamRequest, print_stream
+    from tahq_launch.analysis.codec_inspection import print_stream
 
-    print_stream(StreamRequest(file, spec, None if shape is None else _shape(shape), hex_nbytes, key))
+    print_stream(file, spec, None if shape is None else _shape(shape), hex_nbytes, key)
     return 0
 
 

@@ -18,10 +18,8 @@ import yaml
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError, brief
 from tahq.quant.config import PAPER, PAPER_WORD
-from tahq.typed_yaml.mistakes import Origins, dotted, validated, with_place
-from tahq.typed_yaml.positions import Path as YamlPath
-from tahq.typed_yaml.positions import YamlError, parse_yaml, plain_scalar
-from tahq.typed_yaml.section_file import read_document
+from tahq.typed_yaml.mistakes import Origins, dotted, read_document, validated, with_place
+from tahq.typed_yaml.positions import KeyPath, YamlError, parse_yaml, plain_scalar
 from tahq.units import WRITTEN_BY_HAND, Section
 
 
@@ -68,8 +66,8 @@ class _Draft:
 
     source: str
     values: dict[str, Any]
-    known: dict[YamlPath, int | str]
-    changes: dict[YamlPath, str] = field(default_factory=dict)
+    known: dict[KeyPath, int | str]
+    changes: dict[KeyPath, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str]) -> "_Draft":
@@ -97,7 +95,7 @@ class _Draft:
         label = f"--set {brief(' '.join(override.splitlines()), 200)}"
         names, value = _parse_override(override, label)
         target: Any = self.values
-        path: YamlPath = ()
+        path: KeyPath = ()
         for name in names[:-1]:
             step = _step(target, path, name, label)
             path = (*path, step)
@@ -126,7 +124,7 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
         raise ConfigError(f"{label}: {error} (in the value)") from error
 
 
-def _with_keys(path: YamlPath, section: Any) -> Any:
+def _with_keys(path: KeyPath, section: Any) -> Any:
     """A section that an override goes into: empty if nothing was written; the keys of a word that stands for some."""
     if path == ("wire",) and section == PAPER_WORD:
         return dict(PAPER)
@@ -135,7 +133,7 @@ def _with_keys(path: YamlPath, section: Any) -> Any:
     return {} if section is None else section
 
 
-def _step(target: Any, path: YamlPath, name: str, label: str) -> str | int:
+def _step(target: Any, path: KeyPath, name: str, label: str) -> str | int:
     """`name` as a key of the mapping or an index of the list that `target` is."""
     if isinstance(target, dict):
         return name

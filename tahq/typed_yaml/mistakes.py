@@ -1,4 +1,4 @@
-"""pydantic's errors about a configuration, as one line for its author.
+"""Typed sections of YAML files, and pydantic's errors about them as one line for their author.
 
 The line names the place (file and line, or the ``--set``), the dotted path, the value, what was expected, and the
 nearest known key. The first mistake is reported in full; further ones are named.
@@ -11,14 +11,15 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tahq.errors import ConfigError, brief
-from tahq.typed_yaml.positions import Path
-from tahq.units import Section, writer_of
+from tahq.typed_yaml.positions import MAX_VALUES, Document, KeyPath, YamlError, parse_yaml
+from tahq.units import WRITTEN_BY_HAND, Section, writer_of
 
 _MAX_NAMED = 4
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)*")
@@ -38,15 +39,15 @@ class Origins:
     """
 
     source: str
-    known: Mapping[Path, int | str] = field(default_factory=dict)
-    changes: Mapping[Path, str] = field(default_factory=dict)
+    known: Mapping[KeyPath, int | str] = field(default_factory=dict)
+    changes: Mapping[KeyPath, str] = field(default_factory=dict)
 
-    def line(self, path: Path) -> int:
+    def line(self, path: KeyPath) -> int:
         """The line of the value at `path`; 0 if it was not written in the file."""
         origin = self._find(path)
         return origin if isinstance(origin, int) else 0
 
-    def report(self, path: Path, message: str) -> str:
+    def report(self, path: KeyPath, message: str) -> str:
         """A mistake at `path` with its place, and the ``--set``s elsewhere that may cause it: below or named by it."""
         origin = self._find(path)
         place = origin if isinstance(origin, str) else f"{self.source}:{origin}" if origin else self.source
@@ -58,7 +59,7 @@ class Origins:
         changed = f" (changed by {', '.join(changes)})" if changes else ""
         return f"{place}{changed}: {message}"
 
-    def _find(self, path: Path) -> int | str:
+    def _find(self, path: KeyPath) -> int | str:
         """Where the value at `path`, or the nearest section around it, was written; 0: nowhere in particular."""
         # The whole file has no line: a key that is missing from it is missing everywhere.
         return next((self.known[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.known), 0)
@@ -95,25 +96,25 @@ def with_place(message: str, root: type[BaseModel], origins: Origins) -> str:
     return origins.report(path, message)
 
 
-def _key_at_start(message: str, root: type[BaseModel]) -> Path:
+def _key_at_start(message: str, root: type[BaseModel]) -> KeyPath:
     """The key that a message begins with; () if it begins with another word."""
     key = _KEY.match(message)
-    path: Path = tuple(int(step) if step.isdigit() else step for step in key.group().split(".")) if key else ()
+    path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.group().split(".")) if key else ()
     return path if path and path[0] in root.model_fields else ()
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """``hosts.1.device``: as a `--set` would write it."""
     return ".".join(brief(str(step)) for step in path)
 
 
-def _find_mistakes(error: ValidationError, data: Any, root: type[BaseModel], origins: Origins) -> dict[Path, str]:
+def _find_mistakes(error: ValidationError, data: Any, root: type[BaseModel], origins: Origins) -> dict[KeyPath, str]:
     """One message per place, in the order of the file.
 
     Where a value may be of several kinds, pydantic reports each kind that it is not: expectations at
     one place are joined by "or", and dropped when another kind fitted well enough to fail deeper.
     """
-    by_path: dict[Path, list[ErrorDetails]] = {}
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         path = _real_path(details, data) or _key_at_start(str(details.get("ctx", {}).get("error", "")), root)
         by_path.setdefault(path, []).append(details)
@@ -126,7 +127,7 @@ def _find_mistakes(error: ValidationError, data: Any, root: type[BaseModel], ori
     }
 
 
-def _real_path(details: ErrorDetails, data: Any) -> Path:
+def _real_path(details: ErrorDetails, data: Any) -> KeyPath:
     """The error's location without the names of union branches, which are no keys of the file."""
     path: list[str | int] = []
     value, location = data, details["loc"]
@@ -142,11 +143,11 @@ def _real_path(details: ErrorDetails, data: Any) -> Path:
     return tuple(path)
 
 
-def _is_below(path: Path, other: Path) -> bool:
+def _is_below(path: KeyPath, other: KeyPath) -> bool:
     return len(path) > len(other) and path[: len(other)] == other
 
 
-def _message(path: Path, group: list[ErrorDetails], data: Any, root: type[BaseModel]) -> str:
+def _message(path: KeyPath, group: list[ErrorDetails], data: Any, root: type[BaseModel]) -> str:
     details = group[0]
     if details["type"] == "value_error" and not details["loc"]:
         return str(details["ctx"]["error"])
@@ -202,7 +203,7 @@ _LIMITS = ("gt", "ge", "lt", "le")
 """Numbers in pydantic's context that have the unit of the value; lengths of lists have none."""
 
 
-def _expected(details: ErrorDetails, path: Path, root: type[BaseModel]) -> str:
+def _expected(details: ErrorDetails, path: KeyPath, root: type[BaseModel]) -> str:
     kind = details["type"]
     if kind not in _BOUNDS:
         return _KINDS.get(kind) or details["msg"]
@@ -224,7 +225,7 @@ def _shown(value: Any) -> str:
     return brief(repr(value))
 
 
-def _unknown_key(path: Path, root: type[BaseModel]) -> str:
+def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     key, owner = str(path[-1]), dotted(path[:-1])
     known = list(_section_at(root, path[:-1]).model_fields)
     elsewhere = {
@@ -240,7 +241,7 @@ def _unknown_key(path: Path, root: type[BaseModel]) -> str:
     return f"{dotted(path)} is not a key of {owner}; {hint}"
 
 
-def _section_at(root: type[BaseModel], path: Path) -> type[BaseModel]:
+def _section_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel]:
     """The section at `path`, or the nearest around it; in a list of sections that of its entries."""
     model = root
     for step in path:
@@ -255,3 +256,47 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
         yield annotation
     for part in getattr(annotation, "__args__", ()):
         yield from _sections(part)
+
+
+def read_section(
+    kind: type[SomeModel],
+    path: Path,
+    example: str,
+    hint: str = "",
+    changes: Mapping[str, Any] | None = None,
+    max_values: int = MAX_VALUES,
+) -> SomeModel:
+    """Read a YAML file that is one section of typed keys, such as a sweep or the numbers of a cluster.
+
+    Args:
+        kind: the section.
+        path: the file.
+        example: a key that it could have, for the message when it has none at all.
+        hint: added to the message when it does not exist.
+        changes: values that replace those of the file.
+        max_values: as of `parse_yaml`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or is invalid; one line with file and line.
+    """
+    document = read_document(path, hint, max_values)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{path}: expected keys such as `{example}:`, got {brief(repr(document.value))}")
+    return validated(kind, document.value | dict(changes or {}), Origins(str(path), document.lines), WRITTEN_BY_HAND)
+
+
+def read_document(path: Path, hint: str = "", max_values: int = MAX_VALUES) -> Document:
+    """Read any YAML file; see `read_section`."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), max_values)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist{f'; {hint}' if hint else ''}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give the YAML file in it") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text; is this a YAML file?") from error
+    except YamlError as error:
+        raise ConfigError(f"{path}:{error.line}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a document to a value."""
 
 MAX_VALUES = 100_000
@@ -36,7 +36,7 @@ class Document:
     """Plain dicts, lists, str, int, float, bool and None, and the line of every value (in a mapping: of its key)."""
 
     value: Any
-    lines: Mapping[Path, int]
+    lines: Mapping[KeyPath, int]
 
 
 def parse_yaml(text: str, max_values: int = MAX_VALUES) -> Document:
@@ -78,9 +78,9 @@ class _Reader:
     """Makes values of nodes and notes their lines."""
 
     max_values: int
-    lines: dict[Path, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
 
-    def read(self, node: Node, path: Path, above: tuple[Node, ...]) -> Any:
+    def read(self, node: Node, path: KeyPath, above: tuple[Node, ...]) -> Any:
         """The value of `node` at `path`, inside the nodes `above`."""
         line = _line(node)
         self.lines.setdefault(path, line)
@@ -98,7 +98,7 @@ class _Reader:
         # Quoted, or a block of lines: text, whatever it looks like.
         return str(node.value) if isinstance(node, ScalarNode) and node.style else plain_scalar(str(node.value))
 
-    def _mapping(self, node: Node, path: Path, above: tuple[Node, ...]) -> dict[str, Any]:
+    def _mapping(self, node: Node, path: KeyPath, above: tuple[Node, ...]) -> dict[str, Any]:
         value: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key, line = _key(key_node), _line(key_node)

@@ -16,8 +16,7 @@ from tahq.coordinator.link_policy import LinkKey
 from tahq.errors import ConfigError
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable
-from tahq_launch.start.origin import continued_config
-from tahq_launch.start.prepared_run import StartRequest, prepared_run
+from tahq_launch.start.prepared_run import StartRequest, continued_config, prepared_run
 from tahq_launch.start.resolution import resolve_for_run
 
 OLD_RUN = Path(__file__).parents[1] / "integration" / "runs_5e6a489" / "gpt2"

@@ -12,7 +12,7 @@ from tahq.config.file import config_hash, dump_yaml, load_config
 from tahq.errors import ConfigError
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
-from tahq_launch.network_text import describe_network
+from tahq_launch.plan.dry_run import describe_network
 from tahq_launch.start.resolution import resolve_for_run, with_measured, with_profile
 from tahq_netem.network.description import plan_network
 from tahq_netem.network.profiles import load_profile

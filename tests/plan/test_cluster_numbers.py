@@ -8,7 +8,7 @@ from support.planner_problems import cluster, host
 
 from tahq.errors import ConfigError
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
-from tahq.typed_yaml.section_file import read_section_file
+from tahq.typed_yaml.mistakes import read_section
 
 TIMES = CodecTimes(encode_per_element=1e-9, decode_per_element=1e-9)
 
@@ -80,5 +80,5 @@ def test_paths_of_a_file_that_do_not_fit_are_named(tmp_path, monkeypatch, old, n
     monkeypatch.chdir(tmp_path)
     (tmp_path / "numbers.yaml").write_text(FILE.replace(old, new) if old else FILE)
     with pytest.raises(ConfigError) as caught:
-        read_section_file(Path("numbers.yaml"), "hosts").check(ClusterNumbers)
+        read_section(ClusterNumbers, Path("numbers.yaml"), "hosts")
     assert str(caught.value).startswith(message)

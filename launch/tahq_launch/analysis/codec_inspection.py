@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,62 +54,47 @@ def _codec_row(name: str, summary: str, shape: Sequence[int]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """One command line of `tahq codec inspect`."""
-
-    file: Path
-    spec: str | None
-    shape: tuple[int, ...] | None
-    hex_nbytes: int
-    key: int
-
-
-def print_stream(request: StreamRequest) -> None:
+def print_stream(file: Path, spec: str | None, shape: tuple[int, ...] | None, hex_nbytes: int, key: int) -> None:
     """Describe the stream in a file; UserError if the codec refuses it."""
     try:
-        data = bytearray(request.file.read_bytes())
+        data = bytearray(file.read_bytes())
     except OSError as error:
-        raise UserError(f"{request.file}: {error.strerror}; inspect takes a file with one stream") from error
+        raise UserError(f"{file}: {error.strerror}; inspect takes a file with one stream") from error
     buf = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    if request.spec is None:
-        if request.shape is not None:
-            raise UserError("--shape needs --spec: name the codec too, e.g. --spec tah")
-        _print_guesses(request, buf)
+    if spec is not None:
+        known = CodecSpec.parse(spec)
+        print(f"{file}: {buf.numel()} bytes, {known}")
+        with codec_errors(file):
+            _print_known(buf, known, shape, hex_nbytes, key)
         return
-    spec = CodecSpec.parse(request.spec)
-    with codec_errors(request.file):
-        _print_known(request, spec, buf)
-
-
-def _print_guesses(request: StreamRequest, buf: torch.Tensor) -> None:
+    if shape is not None:
+        raise UserError("--shape needs --spec: name the codec too, e.g. --spec tah")
     guesses = header_guesses(buf)
-    print(f"{request.file}: {buf.numel()} bytes")
+    print(f"{file}: {buf.numel()} bytes")
     if not guesses:
         print("No codec with a header begins a stream like this; any bytes may be values of raw.")
     for name, header in guesses.items():
         _print_header(header, f"\nHeader, if {name} wrote it")
-    _print_hex(request, buf)
+    _print_hex(buf, hex_nbytes)
     print(
         "\nA stream does not record its codec, nor the shape of the tensor: for sections, statistics and validity give"
         "\nboth, e.g. --spec tah --shape 2,1024,1600."
     )
 
 
-def _print_known(request: StreamRequest, spec: CodecSpec, buf: torch.Tensor) -> None:
-    print(f"{request.file}: {buf.numel()} bytes, {spec}")
+def _print_known(buf: torch.Tensor, spec: CodecSpec, shape: tuple[int, ...] | None, hex_nbytes: int, key: int) -> None:
     if header := header_fields(spec, buf):
         _print_header(header, "\nHeader")
-    if request.shape is None:
-        _print_hex(request, buf)
+    if shape is None:
+        _print_hex(buf, hex_nbytes)
         print("\nSections, statistics and validity need the shape too, e.g. --shape 2,1024,1600.")
         return
-    rows = section_table(spec, request.shape, buf)
-    print(f"\nSections of a tensor {list(request.shape)}")
+    rows = section_table(spec, shape, buf)
+    print(f"\nSections of a tensor {list(shape)}")
     cells = [[row.name, str(row.offset), str(row.nbytes), str(row.filling), row.holds] for row in rows]
     print_table(["section", "offset", "bytes", "padding", "content"], cells, left=(0, 4))
-    _print_hex(request, buf, rows)
-    figures = statistics(spec, request.shape, buf, key=request.key)
+    _print_hex(buf, hex_nbytes, rows)
+    figures = statistics(spec, shape, buf, key=key)
     print("\nStatistics")
     print_table(["statistic", "value"], [[name, f"{value:.6g}"] for name, value in figures.items()], left=(0,))
     if get_codec(spec).is_stateful:
@@ -125,9 +109,8 @@ def _print_header(header: Sequence[HeaderField], title: str) -> None:
     print_table(["byte", "field", "value", "meaning"], cells, left=(1, 3))
 
 
-def _print_hex(request: StreamRequest, buf: torch.Tensor, rows: Sequence[SectionRow] = ()) -> None:
-    lines = list(hex_rows(buf, rows, request.hex_nbytes))
-    if lines:
+def _print_hex(buf: torch.Tensor, hex_nbytes: int, rows: Sequence[SectionRow] = ()) -> None:
+    if lines := list(hex_rows(buf, rows, hex_nbytes)):
         print("\nBytes\n  " + "\n  ".join(lines))
 
 

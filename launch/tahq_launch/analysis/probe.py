@@ -1,32 +1,34 @@
 """`tahq probe`: the error that a run's codecs cause in its gradients, before a long run."""
 
-import contextlib
 import json
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tahq.config.file import placed_errors
 from tahq.errors import OutOfMemoryError
 from tahq.observe import figures
+from tahq.pipeline.probe.cut_model import ProbedWire
 from tahq.pipeline.probe.gradient_probe import GradientProbe
-from tahq.pipeline.probe.result import ProbedStep, collect
-from tahq_launch.analysis import probe_report as report
-from tahq_launch.analysis.probe_report import ProbeFacts
+from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, ProbedStep, WireResult, collect
+from tahq.quant import CodecSpec, get_codec
 from tahq_launch.analysis.probe_setup import ProbeRequest, ProbeSetup, open_setup
 from tahq_launch.command_line import check_writable, print_table, write_text
 
 _QUIET_S = 5.0
+_ERROR_TITLES = ("", "activations", "bits", "gradients", "bits", "median", "max", "mean", "M → ∞", "cosine")
+"""Relative error of a batch (median, maximum), of the mean over M batches (maximum) and its estimate for M → ∞;
+the smallest cosine."""
 
 
-def probe(request: ProbeRequest, json_path: Path | None = None) -> None:
+def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
     """Measure, print the report, and write it as JSON if asked to.
 
     Raises:
@@ -36,34 +38,105 @@ def probe(request: ProbeRequest, json_path: Path | None = None) -> None:
     """
     if json_path is not None:
         check_writable(json_path)
-    with placed_errors(request.config_path, request.overrides), _memory_advice():
-        setup = open_setup(request)
-        probed = measure(setup, request)
+    try:
+        with placed_errors(request.config_path, request.overrides):
+            setup = open_setup(request)
+            probed = measure(setup, request)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"the probe is out of memory ({str(error).partition('.')[0]}): it holds the whole model, its gradients, "
+            "and one more copy of them per --wire; try one --wire, --batches 1, a smaller training.micro_batch, "
+            "training.activation_checkpointing=block, or --device cpu"
+        ) from error
     facts, results = _facts(setup, request, probed), collect(setup.wires, probed)
-    print(*report.head(facts), "", "Relative error of the gradient, ‖ĝ − g‖² / ‖g‖²", sep="\n")
-    print_table(report.ERROR_TITLES, report.error_rows(facts, results), report.TEXT_COLUMNS)
+    print(*head(facts), "", "Relative error of the gradient, ‖ĝ − g‖² / ‖g‖²", sep="\n")
+    print_table(_ERROR_TITLES, error_rows(facts, results), left=(1, 3))
     print("\nThe same by part of the model, over all batches")
-    print_table(["part of the model", *map(str, range(1, len(results) + 1))], report.group_rows(results), (0,))
+    groups = [result.by_group() for result in results]
+    rows = [[name, *(_number(group[name].relative) for group in groups)] for name in groups[0]]
+    print_table(["part of the model", *map(str, range(1, len(results) + 1))], rows, left=(0,))
     print()
     for number, result in enumerate(results, start=1):
-        print(f"{number}  {report.sentence(result)}")
-    print("", *report.notes(facts, results), sep="\n")
+        print(f"{number}  {sentence(result)}")
+    print("", *notes(facts, results), sep="\n")
     if json_path is not None:
-        write_text(json_path, json.dumps(report.as_json(facts, results), indent=1, allow_nan=False) + "\n")
+        write_text(json_path, json.dumps(_as_json(facts, results), indent=1, allow_nan=False) + "\n")
+
+
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def measure(setup: ProbeSetup, request: ProbeRequest) -> list[ProbedStep]:
     """Warm up, then probe; progress is shown on stderr."""
     first = setup.start_step + request.warm_up
     gradients = gradients_of(setup.start_step, request.warm_up, request.steps, request.batches, len(setup.wires))
-    with progress_of(gradients, sys.stderr) as advance:
-        probe = GradientProbe(setup.model, setup.batches, setup.wires, setup.update, advance)
-        for step in range(setup.start_step, first):
-            probe.train(step)
-        return [probe.probe(step, request.batches) for step in range(first, first + request.steps)]
+    progress = Progress(gradients, sys.stderr)
+    probe = GradientProbe(setup.model, setup.batches, setup.wires, setup.update, progress.advance)
+    for step in range(setup.start_step, first):
+        probe.train(step)
+    return [probe.probe(step, request.batches) for step in range(first, first + request.steps)]
 
 
-def _facts(setup: ProbeSetup, request: ProbeRequest, probed: list[ProbedStep]) -> ProbeFacts:
+def gradients_of(first_step: int, warm_up: int, steps: int, batches: int, num_wires: int) -> list[str]:
+    """The name of each gradient of a probe, in the order that `GradientProbe` computes them: batches last to first."""
+    wires = ("without codecs", *(f"wire {number} of {num_wires}" for number in range(1, num_wires + 1)))
+    probed = range(first_step + warm_up, first_step + warm_up + steps)
+    trained = [f"step {step}, warm-up" for step in range(first_step, probed.start)]
+    numbers = range(batches, 0, -1)
+    return trained + [f"step {s}, batch {n} of {batches}, {wire}" for s in probed for n in numbers for wire in wires]
+
+
+class Progress:
+    """Prints lines such as ``12 of 32 gradients, 40 s left: step 20, batch 2 of 2, wire 1 of 5``; the first at once."""
+
+    def __init__(self, gradients: Sequence[str], stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gradients, self._stream, self._clock = gradients, stream, clock
+        self._num_done = 0
+        self._begin_s = self._printed_s = clock()
+        self._print("")
+
+    def advance(self) -> None:
+        """Count one gradient; print a line if the last one was some seconds ago."""
+        self._num_done += 1
+        num_left, now_s = len(self._gradients) - self._num_done, self._clock()
+        if num_left and now_s - self._printed_s >= _QUIET_S:
+            left_s = num_left * (now_s - self._begin_s) / self._num_done
+            self._print(f", {figures.duration(round(left_s))} left")
+            self._printed_s = now_s
+
+    def _print(self, left: str) -> None:
+        name = self._gradients[self._num_done]
+        print(f"{self._num_done} of {len(self._gradients)} gradients{left}: {name}", file=self._stream, flush=True)
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFacts:
+    """The head of the report.
+
+    Attributes:
+        title: the run.
+        weights: their origin, in words.
+        trained: False for random weights without warm-up.
+        boundary: [B, S, C] at each cut.
+        losses: nats per token at each probed step, without codecs.
+    """
+
+    title: str
+    num_parameters: int
+    num_cuts: int
+    weights: str
+    trained: bool
+    boundary: tuple[int, int, int]
+    global_batch: int
+    first_step: int
+    num_batches: int
+    losses: tuple[float, ...]
+
+
+def _facts(setup: ProbeSetup, request: ProbeRequest, probed: Sequence[ProbedStep]) -> ProbeFacts:
     warmed = f", then {request.warm_up} step{'s' * (request.warm_up > 1)} without codecs" if request.warm_up else ""
     training = setup.config.training
     moved = f", updated by AdamW in place of {training.optimizer}" if training.is_low_rank else ""
@@ -81,61 +154,128 @@ def _facts(setup: ProbeSetup, request: ProbeRequest, probed: list[ProbedStep]) -
     )
 
 
-@contextlib.contextmanager
-def _memory_advice() -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemoryError(
-            f"the probe is out of memory ({str(error).partition('.')[0]}): it holds the whole model, its gradients, "
-            "and one more copy of them per --wire; try one --wire, --batches 1, a smaller training.micro_batch, "
-            "training.activation_checkpointing=block, or --device cpu"
-        ) from error
+def head(facts: ProbeFacts) -> list[str]:
+    """Model, steps and losses, in two lines."""
+    last = facts.first_step + len(facts.losses) - 1
+    steps = f"step {last}" if last == facts.first_step else f"steps {facts.first_step} to {last}"
+    return [
+        f"{facts.title}: {facts.num_parameters:,} parameters in {facts.num_cuts + 1} stages, {list(facts.boundary)} "
+        f"at each cut; weights: {facts.weights}",
+        f"{steps}, M = {facts.num_batches} batches of {facts.global_batch} samples per step; loss without "
+        f"codecs: {', '.join(f'{loss:.3f}' for loss in facts.losses)} nats per token",
+    ]
 
 
-def gradients_of(first_step: int, warm_up: int, steps: int, batches: int, num_wires: int) -> list[str]:
-    """The name of each gradient of a probe, in the order that `GradientProbe` computes them: batches last to first."""
-    wires = ("without codecs", *(f"wire {number} of {num_wires}" for number in range(1, num_wires + 1)))
-    probed = range(first_step + warm_up, first_step + warm_up + steps)
-    trained = [f"step {step}, warm-up" for step in range(first_step, probed.start)]
-    numbers = range(batches, 0, -1)
-    return trained + [f"step {s}, batch {n} of {batches}, {wire}" for s in probed for n in numbers for wire in wires]
+def error_rows(facts: ProbeFacts, results: Sequence[WireResult]) -> list[list[str]]:
+    """One row per wire; see `_ERROR_TITLES`."""
+    rows = []
+    for number, result in enumerate(results, start=1):
+        forward, backward = _bits(facts, result.wire)
+        means = result.expectation_errors
+        errors = (
+            statistics.median(result.step_errors),
+            max(result.step_errors),
+            max(means) if means else None,
+            result.noiseless_expectation_error(),
+        )
+        names = _brief(result.wire.activations), _brief(result.wire.gradients)
+        cells = [str(number), names[0], f"{forward:.2f}", names[1], f"{backward:.2f}"]
+        rows.append([*cells, *map(_number, errors), f"{min(result.cosines):.4f}"])
+    return rows
 
 
-def progress_of(
-    gradients: Sequence[str], stream: TextIO, clock: Callable[[], float] = time.monotonic
-) -> AbstractContextManager[Callable[[], None]]:
-    """Show which of `gradients` is computed; as a context, gives a function to call after each."""
-    return _bar(gradients, stream) if stream.isatty() else _lines(gradients, stream, clock)
+def sentence(result: WireResult) -> str:
+    """Whether the assumption and the paper's figures hold for one wire, with the numbers."""
+    name = f"{_brief(result.wire.activations)} / {_brief(result.wire.gradients)}"
+    delta = result.delta
+    if not math.isfinite(delta):
+        return f"{name}: Assumption 4.4 does not hold: with these codecs a gradient is NaN or infinite."
+    if delta <= 0:
+        return f"{name}: Assumption 4.4 does not hold: an error of {1 - delta:.3g} is as large as the gradient itself."
+    step = f"per step {_against(max(result.step_errors), STEP_LIMIT, result.keeps_step_limit)}"
+    mean = ""
+    if result.keeps_expectation_limit is not None:
+        kept = result.keeps_expectation_limit
+        mean = f", of the expectation {_against(max(result.expectation_errors), EXPECTATION_LIMIT, kept)}"
+    floor = math.floor(delta * 1000) / 1000  # a promise is rounded down
+    return f"{name}: Assumption 4.4 holds with δ = {floor:g}; error {step}{mean}."
 
 
-@contextlib.contextmanager
-def _bar(gradients: Sequence[str], stream: TextIO) -> Iterator[Callable[[], None]]:
-    """A bar, removed at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    names = iter([*gradients, "done"])
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task(next(names), total=len(gradients))
-        yield lambda: bar.update(task, advance=1, description=next(names))
+def _against(error: float, limit: float, kept: bool) -> str:
+    return f"at most {error:.3g}, {'below' if kept else 'NOT below'} the paper's {limit}"
 
 
-@contextlib.contextmanager
-def _lines(gradients: Sequence[str], stream: TextIO, clock: Callable[[], float]) -> Iterator[Callable[[], None]]:
-    """Lines such as ``12 of 32 gradients, 40 s left: step 20, batch 2 of 2, wire 1 of 5``; the first at once."""
-    num_done, begin_s, printed_s = 0, clock(), clock()
+def notes(facts: ProbeFacts, results: Sequence[WireResult]) -> list[str]:
+    """How to read the figures, and how to improve them."""
+    lines = []
+    if not facts.trained:
+        lines.append(
+            "These weights are random. Errors of trained weights differ: probe again with --warm-up 50, with --resume, "
+            "or with --weights FOLDER."
+        )
+    if any(not result.keeps_step_limit or result.keeps_expectation_limit is False for result in results):
+        lines.append(
+            "If a limit is exceeded, spend more bits on the direction that causes the error (--wire with `raw` for "
+            "one direction shows which), or use fewer stages. Exceeding a limit does not prove that training fails, "
+            "nor keeping it that training succeeds: the loss decides."
+        )
+    if facts.num_batches > 1:
+        lines.append(
+            f"A mean over M = {facts.num_batches} batches still contains 1/{facts.num_batches} of the noise between "
+            "batches, in ĝ − g and in g; M → ∞ is an estimate without that noise, pooled over the steps."
+        )
+    return lines
 
-    def say(left: str) -> None:
-        count = f"{num_done} of {len(gradients)} gradients{left}"
-        print(f"{count}: {gradients[num_done]}", file=stream, flush=True)
 
-    def advance() -> None:
-        nonlocal num_done, printed_s
-        num_done += 1
-        num_left, now_s = len(gradients) - num_done, clock()
-        if num_left and now_s - printed_s >= _QUIET_S:
-            left_s = num_left * (now_s - begin_s) / num_done
-            say(f", {figures.duration(round(left_s))} left")
-            printed_s = now_s
+def _as_json(facts: ProbeFacts, results: Sequence[WireResult]) -> dict[str, Any]:
+    """All measurements as plain values; NaN and infinity are null."""
+    return {
+        "run": facts.title,
+        "num_parameters": facts.num_parameters,
+        "num_cuts": facts.num_cuts,
+        "weights": facts.weights,
+        "first_step": facts.first_step,
+        "batches_per_step": facts.num_batches,
+        "samples_per_batch": facts.global_batch,
+        "losses": list(facts.losses),
+        "limits": {"step": STEP_LIMIT, "expectation": EXPECTATION_LIMIT},
+        "wires": [_wire_values(facts, result) for result in results],
+    }
 
-    say("")
-    yield advance
+
+def _wire_values(facts: ProbeFacts, result: WireResult) -> dict[str, Any]:
+    forward, backward = _bits(facts, result.wire)
+    return {
+        "activations": result.wire.activations,
+        "gradients": result.wire.gradients,
+        "bits_per_element": {"activations": forward, "gradients": backward},
+        "step_errors": _finite(result.step_errors),
+        "expectation_errors": _finite(result.expectation_errors),
+        "expectation_error_noiseless": result.noiseless_expectation_error(),
+        "cosines": _finite(result.cosines),
+        "delta": _finite([result.delta])[0],
+        "below_step_limit": result.keeps_step_limit,
+        "below_expectation_limit": result.keeps_expectation_limit,
+        "groups": {name: _finite([sums.relative])[0] for name, sums in result.by_group().items()},
+    }
+
+
+def bits_per_element(spec: str | None, shape: tuple[int, ...]) -> float:
+    """Encoded bits per element of a tensor of this shape, metadata included; None: fp32."""
+    return 32.0 if spec is None else 8 * get_codec(spec).encoded_nbytes(shape) / math.prod(shape)
+
+
+def _bits(facts: ProbeFacts, wire: ProbedWire) -> tuple[float, float]:
+    return bits_per_element(wire.activations, facts.boundary), bits_per_element(wire.gradients, facts.boundary)
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}" if value < 0.1 else f"{value:.3g}"
+
+
+def _brief(spec: str | None) -> str:
+    return "none" if spec is None else CodecSpec.parse(spec).brief()

@@ -37,7 +37,7 @@ from tahq.worker.assembly import (
     keep_as_configured,
     resolved_spec,
 )
-from tahq_launch.start.origin import continued_config
+from tahq_launch.start.prepared_run import continued_config
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.run_folder import RunFolder
 

@@ -21,7 +21,7 @@ STAGE_TITLES = ("stage", "forward", "backward", "encode", "decode", "wait", "fro
 LINK_TITLES = ("link", "carries", "sending", "queued", "idle", "on the wire", "busy")
 
 
-def trace(run: Path, step: int | None, output: Path | None) -> None:
+def print_trace(run: Path, step: int | None, output: Path | None) -> None:
     """Print how a step's time is spent, and what limits it; write the traced steps if `output` is given.
 
     Without `step` (from 1) the table has the medians of the last few, and the file all traced steps.

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tahq.comm.control.server import ControlServer
@@ -33,30 +33,8 @@ from tahq_launch.start.prepared_run import PreparedRun, StartRequest
 _MOST_CONNECTIONS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureOptions:
-    """One command line of `tahq measure`; () leaves it to the configuration.
-
-    Attributes:
-        seconds: shortest time to observe each stream.
-        access: measure uplinks and downlinks with all other hosts at once.
-        connections: numbers of TCP connections to try on each path, besides one.
-    """
-
-    config_path: Path
-    output: Path
-    overrides: tuple[str, ...] = ()
-    micro_batches: tuple[int, ...] = ()
-    codecs: tuple[str, ...] = ()
-    seconds: float = 1.0
-    parallel: bool = False
-    access: bool = True
-    connections: tuple[int, ...] = ()
-    debug: bool = False
-
-
-def measure(options: MeasureOptions) -> int:
-    """Measure, write the figures, and print them.
+def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) -> int:
+    """Measure, write the figures, and print them; () in the request leaves it to the configuration.
 
     Returns:
         0; 3 if a worker was lost or a host could not reach another; 130 or 143 after a signal. The figures found so far
@@ -65,16 +43,23 @@ def measure(options: MeasureOptions) -> int:
     Raises:
         UserError: it could not begin, or the file cannot be written.
     """
-    _check(options)
+    check_writable(output)
+    if not 0 < request.seconds <= LONGEST_S / 2:
+        raise UserError(f"--seconds must be above 0 and at most {LONGEST_S / 2:g}; got {request.seconds:g}")
+    for spec in request.codecs:
+        CodecSpec.parse(spec)
+    wrong = [count for count in request.connections if not 1 < count <= _MOST_CONNECTIONS]
+    if wrong:
+        raise UserError(f"--connections must be 2 to {_MOST_CONNECTIONS}; got {wrong[0]}")
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     try:
-        with placed_errors(options.config_path, options.overrides):
-            status, numbers = _measured(options, folder)
+        with placed_errors(start.config_path, start.overrides):
+            status, numbers = _measured(start, request, folder)
     except UserError:
         shutil.rmtree(folder)
         raise
     if numbers is not None:
-        path = write_numbers(numbers, options.output, is_complete=status == 0)
+        path = write_numbers(numbers, output, is_complete=status == 0)
         print_table(_HOST_TITLES, [row for host in numbers.hosts for row in _host_rows(host)], left=(0,))
         if numbers.paths:
             print()
@@ -87,18 +72,7 @@ def measure(options: MeasureOptions) -> int:
     return status
 
 
-def _check(options: MeasureOptions) -> None:
-    check_writable(options.output)
-    if not 0 < options.seconds <= LONGEST_S / 2:
-        raise UserError(f"--seconds must be above 0 and at most {LONGEST_S / 2:g}; got {options.seconds:g}")
-    for spec in options.codecs:
-        CodecSpec.parse(spec)
-    wrong = [count for count in options.connections if not 1 < count <= _MOST_CONNECTIONS]
-    if wrong:
-        raise UserError(f"--connections must be 2 to {_MOST_CONNECTIONS}; got {wrong[0]}")
-
-
-def _measured(options: MeasureOptions, folder: Path) -> tuple[int, ClusterNumbers | None]:
+def _measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tuple[int, ClusterNumbers | None]:
     made: list[tuple[Measured, Imitated]] = []
 
     def make_coordinator(prepared: PreparedRun, server: ControlServer) -> Coordinator:
@@ -111,14 +85,13 @@ def _measured(options: MeasureOptions, folder: Path) -> tuple[int, ClusterNumber
         in_namespaces = config.hosts == "namespaces"
         # Elsewhere workers shape in user space, which a measurement's plain sockets bypass.
         made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
-        measuring = Measuring(_request(options, config), measured, labels if in_namespaces else computers)
+        measuring = Measuring(_completed(request, config), measured, labels if in_namespaces else computers)
         coordinator_options = replace(prepared.options, is_measuring=True, hosts=measured.names)
         return Coordinator(coordinator_options, server, MeasureLines(), measuring=measuring)
 
     # Dividing by measured cost would time here what the workers are about to time there.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
-    overrides = (*options.overrides, *own)
-    start = StartRequest(options.config_path, overrides, debug=options.debug, program="tahq measure")
+    start = replace(start, overrides=(*start.overrides, *own))
     status = run_stages(start, announce, make_coordinator, restarts_workers=False)
     ((measured, imitated),) = made
     for note in measured.notes:
@@ -127,15 +100,14 @@ def _measured(options: MeasureOptions, folder: Path) -> tuple[int, ClusterNumber
     return status, measured.numbers(imitated, source) if measured.has_hosts else None
 
 
-def _request(options: MeasureOptions, config: ClusterConfig) -> MeasureRequest:
-    codecs = options.codecs or tuple(config.wire.specs().values())
-    return MeasureRequest(
-        micro_batches=options.micro_batches or micro_batches_of(config),
+def _completed(request: MeasureRequest, config: ClusterConfig) -> MeasureRequest:
+    """The request with the configuration's micro-batches and codecs if it names none."""
+    codecs = request.codecs or config.wire.specs().values()
+    return replace(
+        request,
+        micro_batches=request.micro_batches or micro_batches_of(config),
         codecs=tuple(dict.fromkeys(str(CodecSpec.parse(spec)) for spec in codecs)),
-        seconds=options.seconds,
-        parallel=options.parallel,
-        access=options.access,
-        connections=tuple(sorted(set(options.connections))),
+        connections=tuple(sorted(set(request.connections))),
     )
 
 

@@ -11,7 +11,7 @@ from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
-from tahq.typed_yaml.section_file import read_section_file
+from tahq.typed_yaml.mistakes import read_section
 from tahq.worker.assembly import block_ranges
 from tahq_launch.plan.step_traffic import LinkSpeeds, link_speeds
 from tahq_netem.network.description import plan_network
@@ -24,13 +24,9 @@ _MAX_VALUES = 1_500_000
 
 
 def read_numbers(path: Path) -> ClusterNumbers:
-    """Read a file of numbers, as `tahq measure` writes it.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or is invalid; one line with file and line.
-    """
-    file = read_section_file(path, "hosts", "`tahq measure` writes such files", _MAX_VALUES)
-    return file.check(ClusterNumbers)
+    """Read a file of numbers, as `tahq measure` writes it; ConfigError if it is not one."""
+    hint = "`tahq measure` writes such files"
+    return read_section(ClusterNumbers, path, "hosts", hint, max_values=_MAX_VALUES)
 
 
 def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) -> None:

@@ -20,10 +20,8 @@ from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import watch_run
 from tahq_launch.start.codec_choice import wire_facts
-from tahq_launch.start.fork_server import ForkServer
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.start.run_keys import PLAIN
-from tahq_launch.start.stage_process import LEAVE_S, Fleet
 from tahq_launch.start.worker_command import (
     WorkerCommand,
     local_command,
@@ -32,6 +30,7 @@ from tahq_launch.start.worker_command import (
     threads_of_each,
     worker_by_hand,
 )
+from tahq_launch.start.worker_processes import LEAVE_S, Fleet, ForkServer
 
 if TYPE_CHECKING:
     from tahq_launch.namespace_host import NamespaceHosts

@@ -16,7 +16,7 @@ from tahq.data.config import DataConfig
 from tahq.errors import ConfigError
 from tahq.models.config import ModelConfig, SleepConfig
 from tahq.quant.spec import CodecSpec
-from tahq.typed_yaml.section_file import read_section_file
+from tahq.typed_yaml.mistakes import read_section
 from tahq.units import Duration, Section, Size
 from tahq_netem.network.faults import NetworkFault, Timeline
 
@@ -204,5 +204,4 @@ def load_sweep(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> SweepConf
     Raises:
         ConfigError: the file cannot be read or is invalid; one line that names the place.
     """
-    file = read_section_file(path, "rates", "is it a sweep.yaml?")
-    return file.check(SweepConfig, {**file.values, **dict(changes)})
+    return read_section(SweepConfig, path, "rates", "is it a sweep.yaml?", dict(changes))
