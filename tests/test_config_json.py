@@ -1,4 +1,4 @@
-"""A configuration as JSON for workers and as YAML for people: canonical, exact, refused in one line."""
+"""A configuration as JSON for workers and as YAML for people: canonical, exact, refused in one line; and resolved."""
 
 import json
 import os
@@ -13,29 +13,19 @@ from tahq.config.file import config_from_json, config_hash, config_json, dump_ya
 from tahq.errors import ConfigError
 
 EXAMPLE = load_config(EXAMPLES / "gpt2.yaml")
-ALL = sorted(EXAMPLES.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_configuration_survives_json_and_yaml(path, tmp_path):
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_loads_and_survives_json_and_yaml(path, tmp_path):
     for config in (load_config(path), resolve(load_config(path))):
         assert config_from_json(config_json(config)) == config
-        written = tmp_path / "config.yaml"
-        written.write_text(dump_yaml(config), encoding="utf-8")
-        again = load_config(written)
+        (tmp_path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        again = load_config(tmp_path / "config.yaml")
         assert again == config
         assert config_hash(again) == config_hash(config)
 
 
-def test_json_is_canonical():
-    text = config_json(EXAMPLE)
-    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
-    assert text.isascii()
-    assert '"rate":100000000.0' in text
-    assert '"delay":0.02' in text
-
-
-def test_equal_configurations_written_differently_have_equal_hashes(tmp_path):
+def test_equal_configurations_have_equal_canonical_json_and_others_another_hash(tmp_path):
     path = tmp_path / "other.yaml"
     path.write_text(
         "hosts: local\nlinks:\n  delay: 0.02s\n  rate: 0.1gbit\npipeline: {schedule: 1f1b}\n"
@@ -43,17 +33,13 @@ def test_equal_configurations_written_differently_have_equal_hashes(tmp_path):
         "model: {num_heads: 8, hidden_size: 256, num_layers: 8, family: gpt2}\nrun: {name: gpt2}\n"
         "wire: {gradients: 'fixed:bits=8', activations: tah}\n"
     )
-    assert config_hash(load_config(path)) == config_hash(EXAMPLE)
-
-
-def test_hash_is_sha256_in_hex_and_changes_with_any_value():
-    hashes = {
-        config_hash(load_config(EXAMPLES / "gpt2.yaml", [override]))
-        for override in ("run.seed=0", "run.seed=1", "training.lr=0.002", "wire.gradients=raw", "data.shuffle=false")
-    }
+    text = config_json(load_config(path))
+    assert text == config_json(EXAMPLE) == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+    assert text.isascii()
+    overrides = ("run.seed=0", "run.seed=1", "training.lr=0.002", "wire.gradients=raw", "data.shuffle=false")
+    hashes = {config_hash(load_config(EXAMPLES / "gpt2.yaml", [override])) for override in overrides}
     assert len(hashes) == 5
     assert config_hash(EXAMPLE) in hashes
-    assert all(len(value) == 64 and int(value, 16) >= 0 for value in hashes)
 
 
 def test_yaml_for_people_has_units():
@@ -89,25 +75,17 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
         ('{"run": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "the top level: expected keys and values; got a list of 0"),
         ("{}", "model is missing; a run needs this section (and 2 more: data, training); do both ends run the same"),
-        (config_json(EXAMPLE).replace('"lr":', '"lrr":'), "training.lrr is not a key of training; did you mean"),
-        (config_json(EXAMPLE).replace('"seed":0', '"seed":"x"'), "run.seed: expected a whole number; got 'x'"),
         (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
     ],
 )
 def test_json_that_is_not_a_configuration_is_refused_in_one_line(text, message):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^the configuration received as JSON.*$") as caught:
         config_from_json(text)
     assert message in str(caught.value)
-    assert str(caught.value).startswith("the configuration received as JSON")
-    assert "\n" not in str(caught.value)
-
-
-# -- resolving -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", [[], ["wire=paper"]])

@@ -18,16 +18,13 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
         ("micro_batch", "micro_bach", 12, "training.micro_bach is not a key of training; did you mean micro_batch?"),
         ("training:", "trainig:", 9, "trainig is not a section of a configuration; did you mean training?"),
         ("steps: 10", "steps: ten", 10, "training.steps: expected a whole number; got 'ten'"),
-        ("100mbit", "1.5", 14, "links.rate: a quantity needs a unit, such as 100mbit or 20ms; got 1.5"),
         ("hosts: local", "hosts:\n- address: a\n- adress: b", 17, "hosts.1.adress is not a key of hosts.1; did you"),
         ("hosts: local", "hosts:\n- address: a:5", 16, "hosts.0.address: expected a host name or an IP address"),
-        ("hosts: local", "hosts: [{device: cpu}]", 15, "hosts.0.address is missing"),
         ("hosts: local", "wire:\n  backend: gpu", 16, "wire.backend: expected auto, reference, cpu or triton; got"),
         ("global_batch: 8", "global_batch: 9", 9, "training: global_batch 9 is not divisible by micro_batch 2"),
         ("rate: 100mbit", "cap_up: 60%", 14, "links.cap_up: 60% is a share of a rate, and with hosts: local no rate"),
         ("text: stdlib", "seq_len: 5", 7, "data: needs exactly one of text, tokens, jsonl; got none"),
         ("hosts: local", "pipeline:\n  stages: 5", 16, "pipeline.stages 5 is above model.num_layers 4"),
-        ("hosts: local", "hosts: [{address: a}]", 15, "hosts lists 1 machines, pipeline.stages is 4"),
         ("100mbit", "100kbit", 13, "links: a peer would look lost: a round trip takes 0 s and a piece of 262 kB takes"),
     ],
 )
@@ -35,19 +32,10 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
     assert file.refusal(changed(old, new)).startswith(f"cluster.yaml:{line}: {message}")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (changed("num_layers: 4", "num_layers: 3"), "pipeline.stages 4 is above model.num_layers 3"),
-        ("model: {path: x}\ntraining: {steps: 1}", "data is missing; a run needs this section"),
-    ],
-)
-def test_contradiction_with_a_default_or_missing_section_names_the_file(file, text, message):
-    assert file.refusal(text).startswith(f"cluster.yaml: {message}")
-
-
 def test_unknown_key_is_reported_before_the_section_that_it_leaves_missing(file):
     assert file.refusal(changed("training:", "trainig:")).endswith("did you mean training? (and 1 more: training)")
+    missing = file.refusal("model: {path: x}\ntraining: {steps: 1}")
+    assert missing.startswith("cluster.yaml: data is missing; a run needs this section")
 
 
 def test_several_mistakes_are_one_line_with_the_first_in_full(file):
@@ -72,15 +60,12 @@ def test_values_of_any_length_are_cut_in_messages(file, key):
 
 VALUES = [
     ("training.steps=10.5", "expected a whole number; got 10.5"),
-    ("training.steps=[10]", "expected a whole number; got a list of 1"),
     ("training.steps={a: 1}", "expected a whole number; got keys and values (a)"),
     ("training.steps=true", "expected a number; got true"),
     ("training.steps=0", "expected 1 or more; got 0"),
     ("training.lr=-1", "expected more than 0.0; got -1"),
     ("training.lr=.nan", "expected a finite number; got nan"),
-    ("training.betas=[0, 0, 0]", "expected at most 2 entries; got a list of 3"),
     ("training.betas=[0.9]", "expected 2 or more entries; got fewer"),
-    ("training.optimizer=adam", "expected adamw, sgd, ema_sgd, "),
     ("training.activation_checkpointing=true", "expected none or block; got true"),
     *(
         (f"training.optimizer={name}", f"{name} was removed, because its states cannot be checkpointed; use {other}")
@@ -90,65 +75,32 @@ VALUES = [
     ),
     ("model.family=gpt3", "expected gpt2, llama, qwen2, qwen3 or mistral; got 'gpt3'"),
     ("model.overrides={a: [1, .nan]}", "numbers must be finite; got nan"),
-    ("data.text=true", "expected text (put it in quotes) or a list; got true"),
-    ("data.text=5", "expected text (put it in quotes) or a list; got 5"),
     ("data.text=[]", "expected a path or a list of paths and globs; got []"),
-    ('data.text=""', "expected a path or a list of paths and globs; got ''"),
     ('data.tokenizer=""', "expected text that is not empty; got ''"),
     ("data.shuffle=maybe", "expected true or false; got 'maybe'"),
-    ("run=[name]", "expected keys and values; got a list of 1"),
-    ("run.name=5", "expected text (put it in quotes); got 5"),
     ("run.name=../x", "expected at most 100 letters, digits, dots, dashes, underscores"),
-    ("run.seed=-1", "expected 0 or more; got -1"),
-    ("run.copies=2", "expected at most 1; got 2"),
     ("run.copy_rate=5kbit", "expected 10kbit or more; got '5kbit'"),
-    ("run.peer_timeout=0", "expected 0.1s or more; got 0"),
-    ("run.join_timeout=0s", "expected more than 0s; got '0s'"),
-    ("run.device=gpu", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
     ("run.bind=localhost", "expected host:port, such as 0.0.0.0:7000 or [::1]:7000"),
-    ("run.bind=a:70000", "expected host:port"),
     ("run.advertise=a:0", "peers dial this address, so it needs the real port"),
-    ("hosts=lokal", "expected local or namespaces; got 'lokal'"),
-    ("hosts=[]", "expected 1 or more entries; got a list of 0"),
     ("links.rate=100", "a rate needs a unit, such as 100mbit; got 100"),
-    ("links.rate=100mb", "a rate must be like 100mbit (units: bit, kbit, mbit, gbit); got '100mb'"),
-    ("links.delay=true", "expected a number; got true"),
     ("links.delay=5min", "expected at most 60s; got '5min'"),
-    ("links.piece=1KiB", "expected 4KiB or more; got '1KiB'"),
     ("links.piece=2MiB", "expected at most 1MiB; got '2MiB'"),
-    ("links.up=5kbit", "expected 10kbit or more; got '5kbit'"),
-    ("links.loss=2", "expected at most 1.0; got 2"),
-    ("links.backend=magic", "expected auto, kernel or tun; got 'magic'"),
     ("links.backend=relay", "the backend relay was removed; run as root with auto"),
     ("wire=papers", "expected keys and values, or the word paper; got 'papers'"),
-    ("wire=[paper]", "expected keys and values; got a list of 1"),
-    ("wire.threads=0", "expected 1 or more; got 0"),
     ("wire.gradients=fixd", "codec spec 'fixd': no codec 'fixd'"),
-    *(
-        (f"wire.activations=aqsgd:bits={bits}", f"codec aqsgd: bits must be a whole number from 2 to 8; got {bits}")
-        for bits in (1, 9)
-    ),
+    ("wire.activations=aqsgd:bits=9", "codec aqsgd: bits must be a whole number from 2 to 8; got 9"),
     ("wire.activations=aqsgd:cache=disk", "codec aqsgd: cache must be memory, file or none; got disk"),
-    ("wire.activations=aqsgd:group=64", "codec spec 'aqsgd:group=64': no parameter 'group'"),
-    *((f"wire.gradients={spec}", "AQ-SGD remembers activations, not gr") for spec in ("aqsgd", "aqsgd:cache=file")),
+    ("wire.gradients=aqsgd", "AQ-SGD remembers activations, not gr"),
 ]
 KEYS = [
     ("data.lr=1", "data.lr is not a key of data; did you mean training.lr?"),
     ("data.zzz=1", "data.zzz is not a key of data; known are text, tokens, tokens_dtype, jsonl"),
     ("data.text=[a, 5]", "data.text.1: expected text (put it in quotes); got 5"),
-    ("training.betas=[0.9, 1]", "training.betas.1: expected less than 1.0; got 1"),
-    ("model.sleep={forward: [], backward: 1ms}", "model.sleep.forward: expected 1 or more entries; got a list of 0"),
-    ("links.hosts={host1: {delay: 5min}}", "links.hosts.host1.delay: expected at most 60s"),
     ("links.hosts={host1: {upp: 1mbit}}", "links.hosts.host1.upp is not a key of links.hosts.host1"),
-    ("links.pairs=[{between: [a]}]", "links.pairs.0.between: expected 2 or more entries; got fewer"),
     ("links.pairs=[{between: [a b, c]}]", "links.pairs.0.between.0: expected at most 32 letters"),
     ("hosts=[{address: a, ssh: -oX}]", "hosts.0.ssh: expected [user@]host for ssh; got '-oX'"),
     ("hosts=[{address: a, ssh: b, env: {A=B: c}}]", "hosts.0.env.A=B: expected the name of an env"),
-    (
-        "hosts=[{address: a, env: {A: b}}]",
-        "hosts.0: ssh_options, env and workdir are for hosts that are started by ssh",
-    ),
-    ("hosts=[{address: a, advertise: b}]", "hosts.0.advertise: expected host:port"),
+    ("hosts=[{address: a, env: {A: b}}]", "hosts.0: ssh_options, env and workdir are for hosts that are started by"),
 ]
 
 
@@ -168,14 +120,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         (["training.epochs=1"], "training: needs exactly one of steps and epochs"),
         (["training.min_lr=1"], "training: min_lr 1.0 is above lr 0.001"),
         (["training.warmup_steps=11"], "training: warmup_steps 11 do not fit into steps 10"),
-        (
-            ["training.lr_schedule=wsd", "training.warmup_steps=5", "training.decay_steps=6"],
-            "training: warmup_steps 5 and decay_steps 6 do not fit into steps 10",
-        ),
-        (
-            ["training.eval_every=5", "data.validation=0"],
-            "training.eval_every needs validation samples, but data.validation is 0",
-        ),
+        (["training.eval_every=5", "data.validation=0"], "training.eval_every needs validation samples, but data.v"),
         (["data.jsonl=b"], "data: needs exactly one of text, tokens, jsonl; got text and jsonl; null takes"),
         (["model.path=folder"], "model: with a path the folder's config.json gives family, num_layers, hidden_size"),
         (["model.family=null"], "model: needs family, or a path to a folder with config.json and safetensors"),
@@ -185,18 +130,10 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         (["pipeline.layers=[1, 3]"], "pipeline: layers lists 2 stages, stages is 4"),
         (["links.delay=5s"], "links: a peer would look lost: a round trip takes 10 s"),
         (["run.give_up=1s"], "run.give_up is 1s and run.peer_timeout 10s: a silent peer would be given up before"),
+        (["wire.gradients=tah:alloc=64"], "wire.gradients does not fit model.hidden_size 32: tah:group=64,int4"),
         (
-            ["wire.gradients=tah:alloc=64"],
-            "wire.gradients does not fit model.hidden_size 32: tah:group=64,int4=0.8,tau=2,low=3,high=4,alloc=64: "
-            "alloc=64 does not fit 32 channels",
-        ),
-        *(
-            (
-                ["memory.activations=coat", "model.family=llama", f"training.optimizer={optimizer}"],
-                "memory.activations: coat needs whole weights to code in FP8, but training.optimizer "
-                f"{optimizer} stores those of attention and MLP in another form",
-            )
-            for optimizer in ("qgalore", "galore")
+            ["memory.activations=coat", "model.family=llama", "training.optimizer=galore"],
+            "memory.activations: coat needs whole weights to code in FP8, but training.optimizer galore stores those",
         ),
         (["links.loss=0.01"], "links.loss is for hosts: namespaces, where the network is made on this machine; with"),
     ],
@@ -233,11 +170,6 @@ SITES = "hosts: {host0: {site: x}, host1: {site: x}}"
     [
         ("rate: 100mbit", "local", "links.rate and links.delay are enforced on ZMQ links only"),
         ("delay: 5ms", AT_HOME, "links.rate and links.delay are enforced on ZMQ links only"),
-        (
-            "cap_up: 1mbit",
-            "local",
-            "links.cap_up is enforced on ZMQ links only, and stage 0 has a link inside its site",
-        ),
         ("cap_down: 50%", B_AND_C, "links.cap_down is enforced on ZMQ links only, and stage 1 has a link inside its"),
         ("delay: 0", B_CAPPED, "hosts.1.cap_up is enforced on ZMQ links only, and stage 1 has a link inside its site"),
         (f"{SITES}, cap_up: 1mbit", "namespaces", "links.cap_up is enforced on ZMQ links only, and stage 0 has a"),

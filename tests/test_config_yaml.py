@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,14 +50,11 @@ def test_lines_are_those_of_keys_and_list_items():
     ("text", "line", "message"),
     [
         ("a: 1\nb: 2\na: 3", 3, "a is given twice; the first is in line 1"),
-        ("a:\n  {b: 1, b: 2}", 2, "b is given twice"),
         ("a:\n\tb: 1", 2, "a tab cannot indent"),
         ("a: 1\nb: [1, 2", 2, "not valid YAML"),
-        ("a: b: c", 1, "not valid YAML"),
         ("a: 1\nb: &x [*x]", 2, "contain itself"),
         ("a: *nowhere", 1, "undefined alias"),
         ("a: !!python/object:os.system x", 1, "not supported"),
-        ("a: !mine {b: 1}", 1, "not supported"),
         ("b: &b {c: 1}\na: {<<: *b}", 2, "merge keys"),
         ("a: 1\n[1, 2]: 3", 2, "a key must be text"),
         ("a: 1\n---\nb: 2", 2, "expected a single document"),
@@ -92,28 +88,3 @@ def test_any_text_is_read_or_refused_with_a_line(text):
         lines = [error.line]
     # PyYAML ends a text that lacks one with a line end of its own.
     assert all(1 <= line <= line_ends + 2 for line in lines)
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, min_size=1))
-def test_quoted_output_of_pyyaml_is_read_back(value):
-    # Quoted styles leave no room for a schema, so both must agree about the structure.
-    text = yaml.dump(value, default_style='"', allow_unicode=True)
-    text = text.replace('!!int "', '"').replace('!!bool "', '"').replace('!!null "', '"')
-    assert parse_yaml(text).value == _as_text(value)
-
-
-def _as_text(value):
-    if isinstance(value, dict):
-        return {key: _as_text(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_as_text(each) for each in value]
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

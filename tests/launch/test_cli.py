@@ -3,12 +3,13 @@
 import socket
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
-from support.runs import command, environment, overrides, tiny, write_config
+from support.runs import overrides, tiny, write_config
 
 from tahq_launch.start import launcher
 
@@ -26,9 +27,6 @@ def launch(tahq, tmp_path):
         return tahq("tahq-launch", "cluster.yaml", *arguments)
 
     return run
-
-
-# -- help ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,12 +67,8 @@ def test_help_needs_neither_torch_nor_zmq():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_is_installed(program):
-    done = subprocess.run([command(program), "--help"], capture_output=True, text=True, timeout=60, env=environment())
-    assert done.returncode == 0
-    assert f"Usage: {program}" in done.stdout
-
-
-# -- mistakes --------------------------------------------------------------------------------------
+    (script,) = entry_points(group="console_scripts", name=program)
+    assert script.load() is PROGRAMS[program]
 
 
 @pytest.mark.parametrize(
@@ -82,13 +76,11 @@ def test_every_program_is_installed(program):
     [
         (["tahq-launch"], "CLUSTER.YAML"),
         (["tahq-launch", "a.yaml", "--restart"], "--restart"),
-        (["tahq-launch", "a.yaml", "b.yaml"], "b.yaml"),
         (["tahq-worker", "--stage", "1"], "--peer"),
         (["tahq-worker", "--spare", "--stage", "1", "--peer", "127.0.0.1:1"], "leave out --stage"),
         (["tahq-worker", "--takeover", "--peer", "127.0.0.1:1"], "--takeover needs --stage"),
         (["tahq-worker", "--no-curve", "--key", "a", "--peer", "127.0.0.1:1"], "--no-curve"),
         (["tahq-worker", "--stage", "one", "--peer", "127.0.0.1:1"], "--stage"),
-        (["tahq-worker", "--stage", "-3", "--peer", "127.0.0.1:1"], "--stage"),
         (["tahq", "lunch"], "lunch"),
         (["tahq", "export", "runs/a"], "OUT"),
         (["tahq", "export", "runs/a", "b", "--shard-size", "4 potatoes"], "--shard-size"),
@@ -121,18 +113,12 @@ CABEL = {"hosts": "namespaces", "links": {"profile": "cabel"}}
 @pytest.mark.parametrize(
     ("sections", "arguments", "parts"),
     [
-        ({}, overrides("training.steps"), ["expected section.key=value"]),
         ({}, overrides("training.stepz=4"), ["did you mean steps?"]),
-        (
-            {},
-            overrides("data.tokenizer=nope"),
-            ["--set data.tokenizer=nope: data.tokenizer: no such folder"],
-        ),
+        ({}, overrides("data.tokenizer=nope"), ["--set data.tokenizer=nope: data.tokenizer: no such folder"]),
         ({}, ["--resume"], ["runs/tiny", "no checkpoint"]),
         ({"model": {"path": "empty-model"}}, [], ["empty-model"]),
         ({"hosts": HOSTS}, [], ["run.bind is 127.0.0.1:0", "192.0.2.7", "run.advertise"]),
         (CABEL, [], ["no profile 'cabel'", "did you mean cable?"]),
-        (CABEL, ["--dry-run"], ["no profile 'cabel'", "did you mean cable?"]),
     ],
 )
 def test_mistake_in_the_configuration_leaves_no_run_behind(launch, tmp_path, sections, arguments, parts):
@@ -158,21 +144,10 @@ def test_finished_run_is_not_overwritten(launch, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], []], ids=["dry run", "run"])
-@pytest.mark.parametrize(
-    ("record", "part"),
-    [
-        ("nowhere.jsonl", "cannot read nowhere.jsonl: No such file"),
-        (".", "cannot read .: Is a directory"),
-        ("empty.jsonl", "empty.jsonl has no steps"),
-        ("cut.jsonl", "cut.jsonl has no steps"),
-        ("other.jsonl", "other.jsonl:1 does not have the codecs of a step"),
-    ],
-)
-def test_unusable_record_to_replay_leaves_no_run_behind(launch, tmp_path, arguments, record, part):
-    for name, text in (("empty", ""), ("cut", '{"step": 1, "links": [{"li'), ("other", '{"step": 1}\n')):
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    wire = {"activations": "wf", "gradients": "eden", "follow": {}, "replay": record}
-    assert_one_line(launch({**TINY, "wire": wire}, *arguments), 2, f"wire.replay: {part}")
+def test_unusable_record_to_replay_leaves_no_run_behind(launch, tmp_path, arguments):
+    (tmp_path / "cut.jsonl").write_text('{"step": 1, "links": [{"li')
+    wire = {"activations": "wf", "gradients": "eden", "follow": {}, "replay": "cut.jsonl"}
+    assert_one_line(launch({**TINY, "wire": wire}, *arguments), 2, "wire.replay: cut.jsonl has no steps")
     assert not (tmp_path / "runs").exists()
 
 
@@ -194,7 +169,6 @@ LISTED = "hosts: [{address: localhost}, {address: localhost}]\nlinks: {measured:
     ("old", "new", "line", "message"),
     [
         ("num_heads: 4", "num_heads: 3", 5, "model.num_heads 3 does not divide model.hidden_size 32"),
-        ("num_heads: 4", "num_heads: 4\n  num_kv_heads: 3", 6, "model.num_kv_heads 3 does not divide model.num_heads"),
         ("num_heads: 4", "num_heads: 4\n  overrides: {foo: 1}", 6, "model.overrides.foo: LlamaConfig has no such key"),
         ("text: stdlib", "text: stdlib\n  tokenizer: nope", 8, "data.tokenizer: no such folder: nope"),
         ("pipeline:", "hosts: namespaces\nlinks: {profile: cabel}\npipeline:", 10, "links.profile: no profile 'cabel'"),
@@ -204,11 +178,8 @@ LISTED = "hosts: [{address: localhost}, {address: localhost}]\nlinks: {measured:
 )
 def test_mistake_found_after_reading_names_line_and_key(tahq, tmp_path, old, new, line, message):
     (tmp_path / "cluster.yaml").write_text(LATE.replace(old, new))
-    for program, *words in (["tahq-launch", "--dry-run"], ["tahq-launch"], ["tahq", "probe"]):
+    for program, *words in (["tahq-launch"], ["tahq", "probe"]):
         assert_one_line(tahq(program, *words, "cluster.yaml"), 2, f"{program}: cluster.yaml:{line}: {message}")
-
-
-# -- dry run ---------------------------------------------------------------------------------------
 
 
 ONE_HERE = "hosts=[{address: 192.0.2.1}, {address: localhost}]"
@@ -219,7 +190,6 @@ NONE_HERE = "hosts=[{address: 192.0.2.1}, {address: localhost, ssh: me@localhost
     ("assignments", "message"),
     [
         (["data.text=nope.txt"], "data.text: no such file or folder: nope.txt"),
-        (["data={tokens: foo.bin}"], "data.tokens: no such file or folder: foo.bin"),
         (["data={jsonl: pairs-*.jsonl}"], "data.jsonl: glob matches no file: pairs-*.jsonl"),
         (["data.text=nope.txt", ONE_HERE], "data.text: no such file or folder: nope.txt"),
         (["run.device=cuda:7"], "run.device: cuda:7 is not on this machine, which has no CUDA device"),
@@ -239,9 +209,6 @@ def test_dry_run_prints_the_schedule_starts_nothing_and_ignores_what_other_machi
         assert (status, stderr) == (0, "")
         assert "0F0" in stdout
     assert not (tmp_path / "runs").exists()
-
-
-# -- errors of tahq itself -------------------------------------------------------------------------
 
 
 def test_internal_error_is_one_line_and_with_debug_a_traceback(launch, monkeypatch):
