@@ -119,6 +119,11 @@ CABEL = {"hosts": "namespaces", "links": {"profile": "cabel"}}
         ({"model": {"path": "empty-model"}}, [], ["empty-model"]),
         ({"hosts": HOSTS}, [], ["run.bind is 127.0.0.1:0", "192.0.2.7", "run.advertise"]),
         (CABEL, [], ["no profile 'cabel'", "did you mean cable?"]),
+        (
+            {"security": {"allow": ["no.keys"]}},
+            [],
+            ["security.allow.0: expected a public key of 64 digits or an exist"],
+        ),
     ],
 )
 def test_mistake_in_the_configuration_leaves_no_run_behind(launch, tmp_path, sections, arguments, parts):

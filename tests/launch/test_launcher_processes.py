@@ -14,10 +14,10 @@ from support.runs import write_config
 
 from tahq.config.file import load_config
 from tahq.errors import UserError
-from tahq_launch.start import stage_process
+from tahq_launch.start import worker_processes
 from tahq_launch.start.launcher import _signals_to, local_peer
-from tahq_launch.start.stage_process import Fleet, StageProcess
 from tahq_launch.start.worker_command import WorkerCommand, local_command, modules_of_workers, threads_of_each
+from tahq_launch.start.worker_processes import Fleet, StartedProgram
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
@@ -29,9 +29,6 @@ SLEEPING = "import time; time.sleep(60)"
 
 def python(program: str, stage: int = 0) -> WorkerCommand:
     return WorkerCommand(stage, (sys.executable, "-c", program), where="here", env={})
-
-
-# -- commands --------------------------------------------------------------------------------------
 
 
 def test_worker_command_divides_the_cores():
@@ -50,7 +47,6 @@ def test_local_workers_dial_loopback_if_every_address_is_bound():
     ("changes", "is_imported"),
     [
         ((), True),
-        (("wire.backend=cpu",), True),
         (("wire.backend=reference",), False),
         (("wire.activations=raw", "wire.gradients=raw"), False),
         (("pipeline.stages=1",), False),
@@ -61,22 +57,9 @@ def test_numba_is_imported_ahead_for_workers_that_need_it(changes, is_imported):
     assert any(module.startswith("numba") for module in imported) == is_imported
 
 
-# -- started programs ------------------------------------------------------------------------------
-
-
-def test_last_words_are_from_this_start_only(tmp_path):
-    log = tmp_path / "stage-0.log"
-    log.write_text("the end of an earlier start\n")
-    for program, last_words in (("pass", ""), ("print('one\\n\\ntwo\\n')", "two")):
-        process = StageProcess(python(program), log)
-        assert process.wait(30) == 0
-        assert process.last_words() == last_words
-    assert log.read_text().startswith("the end of an earlier start\n")
-
-
 def test_killing_a_child_kills_its_own_children(tmp_path):
     grandparent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPING!r}])"
-    process = StageProcess(python(grandparent), tmp_path / "log")
+    process = StartedProgram(python(grandparent), tmp_path / "log")
     wait_until(lambda: bool(children(process.pid)), 30, "a grandchild")
     grandchildren = children(process.pid)
     process.kill()
@@ -84,18 +67,21 @@ def test_killing_a_child_kills_its_own_children(tmp_path):
     wait_until_gone(grandchildren)
 
 
-def test_fleet_reports_each_exit_once_with_status_and_last_words(tmp_path):
-    exited = Mock()
+@pytest.mark.parametrize(("program", "end"), [("print('no\\n\\nluck\\n');", "ends with: luck"), ("", "is empty")])
+def test_fleet_reports_each_exit_once_with_status_and_last_words_of_this_start(tmp_path, program, end):
+    exited, log = Mock(), tmp_path / "stage-1.log"
+    log.write_text("the end of an earlier start\n")
     with Fleet(exited) as fleet:
-        fleet.start(python("print('no luck'); raise SystemExit(7)", stage=1), tmp_path / "stage-1.log")
+        fleet.start(python(f"{program}raise SystemExit(7)", stage=1), log)
         wait_until(lambda: fleet.tick() or exited.called, 30, "an exit")
         fleet.tick()
-    exited.assert_called_once_with(1, 7, f"its log {tmp_path / 'stage-1.log'} ends with: no luck")
+    exited.assert_called_once_with(1, 7, f"its log {log} {end}")
+    assert log.read_text().startswith("the end of an earlier start\n")
 
 
 def test_fleet_of_a_launcher_that_fails_kills_even_workers_that_ignore_sigterm(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage_process, "TERMINATE_S", 0.2)
-    monkeypatch.setattr(stage_process, "LEAVE_S", 0.0)
+    monkeypatch.setattr(worker_processes, "TERMINATE_S", 0.2)
+    monkeypatch.setattr(worker_processes, "LEAVE_S", 0.0)
     before = set(children(os.getpid()))
     failed = pytest.raises(RuntimeError, match="launcher failed")
     with failed, Fleet(Mock()) as fleet:
@@ -137,9 +123,6 @@ def test_process_exits_when_its_stdin_ends(deaf, status):
         assert process.wait(30) == status
 
 
-# -- whole runs -----------------------------------------------------------------------------------
-
-
 def test_killed_worker_is_started_again_alone(training):
     stages = workers(training.pid)
     assert len(stages) == 2
@@ -159,17 +142,6 @@ def test_killed_worker_is_started_again_alone(training):
 def test_killed_launcher_leaves_no_orphans(training):
     stages = workers(training.pid)
     training.kill()
-    wait_until_gone(stages)
-
-
-def test_run_whose_fork_server_is_killed_ends_as_one_that_lost_its_workers(training):
-    """By the out-of-memory killer, say: it is not a mistake in the input, and the run can be resumed."""
-    stages = workers(training.pid)
-    (forks,) = [pid for pid in children(training.pid) if name(pid) == "tahq forks"]
-    os.kill(forks, signal.SIGKILL)
-    _, stderr = training.communicate(timeout=60)
-    assert training.returncode == 3, stderr
-    assert "the process that workers are forked from was killed by signal 9, so that no tahq stage" in stderr
     wait_until_gone(stages)
 
 

@@ -91,7 +91,6 @@ def test_signal_before_the_first_measurement_leaves_no_file(tmp_path, start):
     ("options", "words"),
     [
         (["--output", "nowhere/measured.yaml"], "cannot write nowhere/measured.yaml: expected a file in a writable f"),
-        (["--output", "."], "cannot write .: expected a file"),
         (["--seconds", "0"], "--seconds must be above 0"),
         (["--connections", "1"], "--connections must be 2 to 32; got 1"),
         (["--codecs", "tah:bits=3"], "codec"),

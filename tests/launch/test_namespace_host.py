@@ -22,14 +22,6 @@ def load(*overrides: str) -> ClusterConfig:
     return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "links={}", *overrides])
 
 
-def test_hosts_are_alike_except_for_links_hosts():
-    config = load("links={rate: 100mbit, up: 20mbit, hosts: {host2: {up: 5mbit, delay: 7ms}}}")
-    plan = plan_network(config.links.network(4))
-    assert [plan.host_shapes[f"host{k}"].up_bits_per_s for k in range(4)] == [20e6, 20e6, 5e6, 20e6]
-    assert {shape.down_bits_per_s for shape in plan.host_shapes.values()} == {100e6}
-    assert plan.round_trip_s("host2", "host0") == 0.007
-
-
 def test_coordinator_is_not_shaped_and_has_each_hosts_own_delay():
     pairs = "pairs: [{between: [host0, host1], delay: 90ms}]"
     hosts = "hosts: {host3: {delay: 300ms, loss: 0.01}}"

@@ -1,6 +1,7 @@
 """`tahq plan`: the report, the file it writes, and one line for each mistake."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from support.cluster_files import EXAMPLES
@@ -79,26 +80,11 @@ def listed(num_hosts: int, **changes) -> dict:
     return tiny(pipeline={"stages": num_hosts}) | {"hosts": hosts, "run": {"name": "x", "bind": "0.0.0.0:7700"}}
 
 
-# -- the report ------------------------------------------------------------------------------------
-
-
-def test_report_has_plan_bottleneck_and_alternatives(plan):
-    status, out, err = plan(SLEEPING, "--grid", numbers=NUMBERS)
-    assert (status, err) == (0, "")
-    assert out.startswith("Predicted: ")
-    for text in (
-        "all numbers: numbers.yaml (invented)",
-        *("Stages, and the share", "Links: activations", "Bottleneck: ", "Alternatives (", "stage 0  0F0"),
-        *("cluster.yaml unchanged", "second best: ", "rates twice as high", "latency half as long"),
-        "hosts twice as fast",
-    ):
-        assert text in out
-    assert max(map(len, out.splitlines())) <= 110
-
-
 def test_json_has_the_figures_of_the_report(planned):
-    out, figures, _ = planned(SLEEPING, "--stages", "2", numbers=NUMBERS)
-    assert f"{figures['tokens_per_s']:,.0f} tokens/s" in out
+    out, figures, _ = planned(SLEEPING, "--stages", "2", "--grid", numbers=NUMBERS)
+    assert out.startswith(f"Predicted: {figures['tokens_per_s']:,.0f} tokens/s")
+    assert "all numbers: numbers.yaml (invented)" in out
+    assert "stage 0  0F0" in out
     best, given = figures["plan"], figures["given"]
     assert len(best["hosts"]) == len(best["layers"]) == len(best["in_flight"]) == 2
     assert sum(best["layers"]) == 6
@@ -162,9 +148,6 @@ def test_example_of_the_docs_is_the_printed_report(tahq, monkeypatch):
     assert [line.rstrip() for line in out.splitlines()] == expected.splitlines()
 
 
-# -- the written cluster.yaml ----------------------------------------------------------------------
-
-
 def test_written_file_has_the_plan_in_it(planned):
     out, figures, config = planned(NETWORK)
     best, pipeline = figures["plan"], config.pipeline
@@ -196,35 +179,23 @@ def test_hosts_of_namespaces_keep_their_network_so_that_planning_again_predicts_
     assert again["tokens_per_s"] == pytest.approx(figures["tokens_per_s"], rel=0.01)
 
 
-def test_codecs_are_chosen_from_the_ladder(planned):
-    out, figures, config = planned(NETWORK, "--stages", "3", "--codecs", "ladder")
-    best = figures["plan"]
+def test_chunks_and_codecs_are_chosen_from_those_that_are_allowed(planned):
+    out, figures, config = planned(NETWORK, "--schedules", "interleaved", "--stages", "2", "--codecs", "ladder")
+    best, pipeline = figures["plan"], config.pipeline
+    assert (pipeline.schedule, pipeline.chunks, len(pipeline.layers), sum(pipeline.layers)) == ("interleaved", 2, 4, 6)
     assert all(codec.startswith(("raw", "fixed", "wf", "tah")) for codec in best["activations"])
     assert all(codec.startswith(("raw", "fixed", "eden")) for codec in best["gradients"])
     assert config.wire.activations in best["activations"]
     assert ("note: wire.activations" in out) == (len(set(best["activations"])) > 1)
 
 
-def test_interleaved_plans_list_the_layers_of_chunks(planned):
-    _, _, config = planned(NETWORK, "--schedules", "interleaved", "--stages", "2")
-    pipeline = config.pipeline
-    assert (pipeline.schedule, pipeline.chunks, len(pipeline.layers), sum(pipeline.layers)) == ("interleaved", 2, 4, 6)
-
-
-def test_listed_hosts_are_written_in_the_plans_order(planned):
-    _, figures, config = planned(listed(3, device="cpu"), numbers=NUMBERS)
-    assert [host.address for host in config.hosts] == figures["plan"]["hosts"]
-
-
-def test_links_are_written_with_the_connections_that_the_plan_assumes(planned):
+def test_listed_hosts_are_written_in_the_plans_order_with_the_connections_that_it_assumes(planned):
     several = NUMBERS.replace("rate: 5mbit,", "rate: 5mbit, connections: 4,")
-    _, figures, config = planned(SLEEPING, "--stages", "3", numbers=several)
+    _, figures, config = planned(listed(3, device="cpu"), numbers=several)
     hosts = figures["plan"]["hosts"]
-    are_neighbours = abs(hosts.index("host1") - hosts.index("host2")) == 1
+    assert [host.address for host in config.hosts] == hosts
+    are_neighbours = {"host1", "host2"} in map(set, pairwise(hosts))
     assert config.links.connections == (4 if are_neighbours else 1)
-
-
-# -- mistakes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,18 +208,9 @@ def test_links_are_written_with_the_connections_that_the_plan_assumes(planned):
         (("--codecs", "zip"), "--codecs: "),
         (("--stages", "4"), "4 stages need 4 hosts, the numbers have 3"),
         (("--json", "none/plan.json"), "cannot write none/plan.json"),
-        (("--max-replicas", "0"), "--max-replicas"),
     ],
 )
 def test_mistake_is_one_line(plan, tmp_path, arguments, message):
     (tmp_path / "bad.yaml").write_text("hosts:\n  - name: a\n    compute: [{micro_bach: 2}]\n")
     (tmp_path / "small.yaml").write_text(NUMBERS.replace("4GB", "1kB").split("  - name: host1")[0])
     assert_one_line(plan(SLEEPING, *arguments), 2, message)
-
-
-@pytest.mark.parametrize(
-    ("num_hosts", "message"),
-    [(2, "no host host2 in cluster.yaml, which lists host0, host1"), (4, "numbers.yaml has no numbers of host host3")],
-)
-def test_host_that_only_one_file_knows_is_named(plan, num_hosts, message):
-    assert_one_line(plan(listed(num_hosts), numbers=NUMBERS), 2, message)

@@ -42,10 +42,8 @@ def test_resume_command_survives_a_shell_and_bind_wins_over_other_overrides():
 @pytest.mark.parametrize(
     ("run", "address", "expectation"),
     [
-        ({}, "127.0.0.1", REACHABLE),
         ({}, "localhost", REACHABLE),
         ({}, "192.0.2.7", UNREACHABLE),
-        ({"bind": "localhost:0"}, "gpu1.example", UNREACHABLE),
         ({"bind": "0.0.0.0:0"}, "192.0.2.7", REACHABLE),
         ({"bind": "127.0.0.1:5555", "advertise": "relay.example:5555"}, "192.0.2.7", REACHABLE),
     ],
@@ -57,10 +55,7 @@ def test_hosts_must_be_able_to_dial_the_coordinator(run, address, expectation):
         check_reachable(config)
 
 
-# -- resumption ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", [None, b"\xff\xfe", b"run: ["])
+@pytest.mark.parametrize("damage", [None, b"\xff\xfe"])
 def test_run_without_a_readable_config_yaml_is_resumed_from_its_checkpoint(tmp_path, monkeypatch, damage):
     shutil.copytree(OLD_RUN, tmp_path / "runs" / "gpt2")
     shutil.copy(OLD_RUN / "text.txt", tmp_path)
@@ -96,8 +91,6 @@ def test_continued_run_keeps_its_positions():
         continued_config(old, changed(TINY, "data", seq_len=64))
 
 
-# -- codecs ----------------------------------------------------------------------------------------
-
 RUNGS = ["wf:bits=2", "wf:bits=4"]
 
 
@@ -111,13 +104,8 @@ def record(path, codec: str, link: int = 0):
     return str(path)
 
 
-def test_codecs_stay_without_follow():
-    options = codec_options(with_wire(), {})
-    assert options.start == {"activations": "wf:bits=4,group=128,center=on", "gradients": "eden:bits=3,group=256"}
-    assert options.rules is None
-
-
 def test_follow_becomes_rules_with_the_length_of_every_rung():
+    assert codec_options(with_wire(), {}).rules is None
     guard = {"max_error": None, "hold": 9}
     follow = {"activations": RUNGS, "raise_after": 7, "lower_after": 2, "guard": guard}
     rules = codec_options(with_wire(follow=follow), {}).rules

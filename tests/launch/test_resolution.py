@@ -66,9 +66,6 @@ def test_measured_balance_times_the_computation_of_a_stage(sections, bf16, monke
     assert ("CoatBlock" in kinds) == (config.memory.activations == "coat")
 
 
-# -- links.profile ---------------------------------------------------------------------------------
-
-
 def load(*overrides: str) -> ClusterConfig:
     return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "links={}", *overrides])
 
@@ -91,7 +88,9 @@ def test_resolved_profile_can_be_written_and_run_again(tmp_path):
     assert {host.site for host in again.links.hosts.values()} == {"america", "europe"}
 
 
-def test_hosts_and_pairs_change_a_profile():
+def test_hosts_pairs_and_slow_start_change_a_profile():
+    pauses = with_profile(load("links={profile: cable, tcp_slow_start_after_idle: false}"))
+    assert "without slow start after pauses" in describe_network(pauses)
     links = "hosts: {host1: {up: 1mbit}}, pairs: [{between: [america, europe], delay: 99ms}]"
     network = with_profile(load(f"links={{profile: two-clouds, {links}}}")).links.network(4)
     assert network.hosts["host1"].up == 1e6
@@ -101,17 +100,6 @@ def test_hosts_and_pairs_change_a_profile():
     with pytest.raises(ConfigError, match=r"^with links.profile cable: links.pairs: unknown host or site 'moon'"):
         with_profile(unknown)
 
-
-@pytest.mark.parametrize(("given", "in_force"), [("null", None), ("false", False), ("true", True)])
-def test_slow_start_after_pauses_is_kept_with_a_profile_and_without(given, in_force):
-    plain = load(f"links.tcp_slow_start_after_idle={given}")
-    assert plan_network(plain.links.network(4)).tcp_slow_start_after_idle is in_force
-    assert ("slow start after pauses" in describe_network(plain)) == (in_force is not None)
-    of_profile = with_profile(load(f"links={{profile: cable, tcp_slow_start_after_idle: {given}}}"))
-    assert of_profile.links.network(4).tcp_slow_start_after_idle is in_force
-
-
-# -- links.measured --------------------------------------------------------------------------------
 
 LAYER = {"micro_batch": 2, "block_forward": 0.001, "block_backward": 0.002}
 NUMBERS = {

@@ -20,7 +20,7 @@ import tahq_netem
 from tahq.comm.config import MachineConfig
 from tahq.comm.keys import new_key_pair
 from tahq_launch.start.run_keys import PLAIN, RunKeys, WorkerSecret
-from tahq_launch.start.worker_command import ssh_command, worker_by_hand
+from tahq_launch.start.worker_command import ssh_command
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
@@ -67,14 +67,6 @@ def test_users_ssh_options_come_first_and_the_destination_is_not_an_option():
     assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
     assert "BatchMode=yes" in argv
     assert argv[-3:-1] == ("--", "me@gpu1")
-
-
-def test_command_by_hand_is_that_of_the_documentation():
-    assert worker_by_hand(3, PEER) == f"tahq-worker --stage 3 --peer {PEER}"
-    assert worker_by_hand(3, PEER, curve=False).endswith(" --no-curve")
-
-
-# -- through a real sshd ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -128,17 +120,6 @@ def over_ssh(sshd, tmp_path):
         return {**config, "hosts": [host] * config["pipeline"]["stages"]}
 
     return make
-
-
-@needs_sshd
-def test_workers_over_ssh_run_the_tested_code(over_ssh):
-    (host, *_) = over_ssh(TWO_STAGES)["hosts"]
-    *connect, script = ssh_command(MachineConfig.model_validate(host), 0, PEER).argv
-    before, after = script.split(" -m tahq_launch.cli ")
-    assert after.startswith("worker")
-    show = shlex.quote("import tahq, tahq_launch; print(tahq.__file__, tahq_launch.__file__)")
-    answer = subprocess.run([*connect, f"{before} -c {show}"], capture_output=True, text=True, timeout=60, check=True)
-    assert answer.stdout.split() == [tahq.__file__, tahq_launch.__file__]
 
 
 @needs_sshd
