@@ -22,9 +22,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from tahq.errors import ConfigError
-from tahq.typed_yaml.mistakes import Origins, validated
+from tahq.typed_yaml.mistakes import Origins, read_document, validated
 from tahq.typed_yaml.positions import Document, YamlError, parse_yaml
-from tahq.typed_yaml.section_file import read_document
 from tahq.units import WRITTEN_BY_HAND, Duration, Section, parse_duration, parse_rate
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host

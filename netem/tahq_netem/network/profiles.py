@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names, nearest
 from tahq.errors import ConfigError
 from tahq.typed_yaml.mistakes import Origins, validated
-from tahq.typed_yaml.section_file import read_section_file
+from tahq.typed_yaml.mistakes import read_section
 from tahq.units import WRITTEN_BY_HAND, Section
 
 
@@ -60,7 +60,7 @@ def profile(name: str, num_hosts: int, names: list[str] | None = None) -> Networ
 def load_profile(name: str) -> Profile:
     """The profile of that name, or in the YAML file of that path."""
     if "/" in name or name.endswith((".yaml", ".yml")):
-        return read_section_file(Path(name), "host", "`tahq-netem profiles` lists the named profiles").check(Profile)
+        return read_section(Profile, Path(name), "host", "`tahq-netem profiles` lists the named profiles")
     known = named_profiles()
     if name not in known:
         raise ConfigError(f"no profile {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
