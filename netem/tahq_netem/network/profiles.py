@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names, nearest
 from tahq.errors import ConfigError
-from tahq.typed_yaml.mistakes import Origins, validated
-from tahq.typed_yaml.mistakes import read_section
+from tahq.typed_yaml.mistakes import Origins, read_section, validated
 from tahq.units import WRITTEN_BY_HAND, Section
 
 
