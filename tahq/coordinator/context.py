@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tahq.comm.config import LinkTransport
-from tahq.comm.control.messages import Message
+from tahq.comm.control.messages import Abort, Bye, Message
 from tahq.comm.control.server import ControlServer
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
-from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
+from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
 from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
 from tahq.pipeline.config import TrainingConfig
 
@@ -103,6 +103,14 @@ class RunContext:
         """Send a message to the workers of all stages."""
         for seat in self.seats:
             self.send(seat, message)
+
+    def end(self, event: RunEvent, ending: Ending, farewell: Bye | Abort) -> None:
+        """End the run, and tell all workers and spares."""
+        self.run.advance(event, self.clock())
+        self.run.ending = ending
+        self.broadcast(farewell)
+        for identity in self.seats.spares:
+            self.server.send(identity, farewell)
 
     def warn(self, text: str) -> None:
         """Tell the user."""

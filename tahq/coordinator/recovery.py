@@ -246,9 +246,9 @@ def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int,
     return orders
 
 
-def can_rebase(run: RunState, seats: Seats, point: RestorePoint) -> bool:
+def can_rebase(run: RunState, seats: Seats, point: RestorePoint | None) -> bool:
     """Whether no stage can need anything of before this point."""
-    return point.step >= run.base.step and all(seat.position >= point.step for seat in seats)
+    return point is not None and run.base.step <= point.step <= min(seat.position for seat in seats)
 
 
 def common_point(run: RunState, seats: Seats) -> RestorePoint:

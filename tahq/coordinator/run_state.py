@@ -181,11 +181,6 @@ class RunState:
         self.phase, self.since_s = following, now_s
         return following
 
-    def end(self, event: RunEvent, ending: Ending, now_s: float) -> None:
-        """End the run."""
-        self.advance(event, now_s)
-        self.ending = ending
-
     def check(self, message: Message, name: str) -> None:
         """Raise RemoteProtocolError if a message of this type may not come now."""
         phases = WHEN.get(type(message))

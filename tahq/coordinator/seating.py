@@ -24,7 +24,7 @@ from tahq.comm.control.messages import (
 from tahq.coordinator import copies, gathering, recovery
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import JournalledHolder
-from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS
+from tahq.coordinator.run_state import UNDER_WAY
 from tahq.coordinator.seats import Former, Seat, SeatEvent, SeatPhase
 from tahq.errors import PeerLostError
 
@@ -41,7 +41,7 @@ class Seating:
     Args:
         ctx: the run.
         restart: see there.
-        settle: called before a seat is emptied in a run with steps: takes note of every complete checkpoint.
+        settle: called before a seat is emptied: takes note of every complete checkpoint.
     """
 
     def __init__(self, ctx: RunContext, restart: Restart, settle: Callable[[], object]) -> None:
@@ -225,8 +225,7 @@ class Seating:
         """
         if self._ctx.options.is_measuring:
             raise PeerLostError(why)
-        if self._run.phase in WITH_STEPS:
-            self._settle()
+        self._settle()
         self._empty(self._seats[stage], Former.TAKEN_BACK, is_silent=is_silent)
         self._abandon_return()
         for ends, other in recovery.links_of(self._ctx.options, stage):
@@ -331,8 +330,7 @@ class Seating:
 
     def roll_back(self, why: str) -> None:
         """Have every stage begin again at a point that all have: a lost stage cannot come back alone."""
-        if self._run.phase in WITH_STEPS:
-            self._settle()
+        self._settle()
         self._run.newest = recovery.common_point(self._run, self._seats)
         self.start_all_over(why)
 

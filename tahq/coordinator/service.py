@@ -1,16 +1,21 @@
 """The coordinator: polls its socket, has each message answered, watches the clock, ends the run.
 
 The state is in two objects, `Seats` (a row per stage) and `RunState`. Functions over them decide what follows from an
-event (`gathering`, `recovery`, `copies`, `commit`); `Seating`, `Training` and `RunEnding` carry it out. One thread;
-`request_stop` alone may be called from elsewhere (a signal handler).
+event (`gathering`, `recovery`, `copies`, `steps`); `Seating` and `Training` carry it out. One thread; `request_stop`
+alone may be called from elsewhere (a signal handler).
 """
 
+import math
+import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
 from tahq.comm.control.messages import (
+    Abort,
+    Bye,
     ComputeMeasured,
     Copied,
     Evaluated,
@@ -36,15 +41,22 @@ from tahq.comm.control.messages import (
 from tahq.comm.control.server import ControlServer
 from tahq.coordinator import copies, gathering, recovery
 from tahq.coordinator.context import CoordinatorOptions, RunContext
-from tahq.coordinator.ending import RunEnding
 from tahq.coordinator.journal import Journal, NotWritten
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
-from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name
 from tahq.coordinator.seating import Restart, Seating
 from tahq.coordinator.seats import ProcessExit, RestorePoint, Seat, SeatPhase, Seats
 from tahq.coordinator.training import Publish, Training
-from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, SnapshotError, TahqError
+from tahq.errors import (
+    InterruptedRunError,
+    LocalProtocolError,
+    PeerLostError,
+    RemoteProtocolError,
+    SnapshotError,
+    TahqError,
+    UserError,
+)
 
 POLL_S = 0.1
 """Longest wait for a message, and so the longest that a signal or a dead child goes unnoticed."""
@@ -92,12 +104,15 @@ class Coordinator:
             lambda stage: self.restart is not None and self.restart(stage),
             lambda: self._training.settle_published(wait=True),
         )
-        self._ending = RunEnding(self._ctx, self._training)
         self._measuring = measuring
         self._tick_beside: Callable[[], None] = lambda: None
         self._next_tick_s = clock()
         self._heard: list[tuple[bytes, Message]] = []
         """Messages that came while the journal could not be written."""
+        self._signals: deque[int] = deque()
+        """Of this process, not yet taken."""
+        self._num_signals = 0
+        self._leave_by_s = math.inf
         self._handlers: Mapping[type[Message], Callable[[Seat, Any], None]] = {
             Hello: self._on_hello,
             Ready: self._on_ready,
@@ -112,7 +127,7 @@ class Coordinator:
             NoCheckpoint: self._on_no_checkpoint,
             ComputeMeasured: self._on_measured,
             PathsMeasured: self._on_measured,
-            StopRequest: self._ending.stop_requested,
+            StopRequest: self._on_stop_request,
             Failed: self._on_failed,
         }
         """By the type of message, for the workers that hold a stage."""
@@ -124,7 +139,7 @@ class Coordinator:
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
-        self._ending.signals.append(signal_number)
+        self._signals.append(signal_number)
 
     def worker_exited(self, stage: int, status: int, last_words: str = "") -> None:
         """Note that a stage's process has ended (negative status: killed by that signal); called from `tick`.
@@ -152,7 +167,7 @@ class Coordinator:
         try:
             self._lead()
             self._let_leave()
-            self._ending.note_end()
+            self._note_end()
         finally:
             self._training.close()
             ctx.tell_phase("")
@@ -167,9 +182,9 @@ class Coordinator:
             while self._run.phase is not RunPhase.OVER:
                 self._turn()
         except TahqError as error:
-            self._ending.abort(error.exit_status, str(error))
+            self._abort(error.exit_status, str(error))
         except BaseException as error:
-            self._ending.abort(1, f"the coordinator failed: {error!r}")
+            self._abort(1, f"the coordinator failed: {error!r}")
             raise
 
     def _turn(self) -> None:
@@ -182,10 +197,10 @@ class Coordinator:
             self._ctx.warn(refused)
         if self._run.phase is not RunPhase.OVER:
             self._tick()
-            self._ending.take_signals()
+            self._take_signals()
             self._check_timers(polled_s)
         if self._training.settle_published():
-            self._ending.finish_if_nothing_is_owed()
+            self._finish_if_nothing_is_owed()
 
     def _tick(self) -> None:
         now_s = self._ctx.clock()
@@ -224,7 +239,7 @@ class Coordinator:
             case _:
                 raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
         if isinstance(message, Evaluated | Snapshotted | Rejoin):
-            self._ending.finish_if_nothing_is_owed()
+            self._finish_if_nothing_is_owed()
 
     def _stage_of(self, message: Any) -> int:
         """The stage for which a message speaks."""
@@ -279,19 +294,17 @@ class Coordinator:
                 raise SnapshotError(
                     f"{still.error}; waited {give_up_s:.0f} s for {still.wanted} (run.give_up); resume once it is there"
                 )
-            self._attend_until(ctx.clock() + min(pause_s, left_s))
+            until_s = ctx.clock() + min(pause_s, left_s)
+            while ctx.clock() < until_s:
+                for identity, message in ctx.server.poll(POLL_S):
+                    if isinstance(message, Heartbeat):
+                        self._dispatch(identity, message)
+                    else:
+                        self._heard.append((identity, message))
+                self._tick()
+                self._take_signals()
             still, pause_s = again(), min(2 * pause_s, LONGEST_PAUSE_S)
         ctx.warn(f"the journal is written after {ctx.clock() - began_s:.1f} s: training goes on")
-
-    def _attend_until(self, until_s: float) -> None:
-        while self._ctx.clock() < until_s:
-            for identity, message in self._ctx.server.poll(POLL_S):
-                if isinstance(message, Heartbeat):
-                    self._dispatch(identity, message)
-                else:
-                    self._heard.append((identity, message))
-            self._tick()
-            self._ending.take_signals()
 
     # -- joining and coming back -----------------------------------------------------------------
 
@@ -299,13 +312,9 @@ class Coordinator:
         self._seating.hello(seat, hello)
         if self._run.phase is not RunPhase.JOINING:
             self._seating.bring_back()
-            self._settle_copies()
+            self._training.settle_copies()
         elif not self._seats.before(SeatPhase.GREETED):
             self._all_greeted()
-
-    def _settle_copies(self) -> None:
-        if self._run.phase in WITH_STEPS:
-            self._training.settle_copies()
 
     def _all_greeted(self) -> None:
         """All workers are there for the first time: measure, or plan the run."""
@@ -316,8 +325,7 @@ class Coordinator:
             return
         gathering.note_data(options, run, self._seats)
         if options.start_step >= run.num_steps:
-            ending = Ending(0, f"nothing to do: all {run.num_steps} steps were done before")
-            self._ending.say_bye(RunEvent.ENDED, ending)
+            self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before"))
             return
         if not ctx.journal.is_of(options.run_id, options.config_hash):
             ctx.journal.begin(gathering.facts(options, run))
@@ -331,20 +339,10 @@ class Coordinator:
             copies.began(self._run, seat)
             self._seating.start(seat)
         elif not self._seats.before(SeatPhase.READY):
-            self._begin_training()
+            self._training.begin()
             base = self._run.base
             self._ctx.broadcast(Start(base.step, [list(row) for row in base.codecs]))
-        self._settle_copies()
-
-    def _begin_training(self) -> None:
-        for seat in copies.uncopied(self._ctx.options, self._seats):
-            self._ctx.warn(
-                f"{seat.name} only dials out, so no other host can copy its checkpoints: if its host is lost with its "
-                "disk, so is the run"
-            )
-        self._training.begin()
-        for seat in self._seats:
-            seat.lost_since_s = seat.spare_from_s = None
+        self._training.settle_copies()
 
     def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:
         seat = self._seating.rejoin(identity, rejoin)
@@ -364,18 +362,15 @@ class Coordinator:
         gathering.note_facts(options, run, self._ctx.journal.facts)
         self._ctx.observer.planned(options.start_step, run.num_steps)
         self._ctx.advance(RunEvent.ALL_GREETED)
-        self._begin_training()
+        self._training.begin()
         for seat in self._seats:
             self._seating.wait_for(seat)
 
     # -- a stage's messages ----------------------------------------------------------------------
 
     def _on_prepare(self, seat: Seat, prepare: Prepare) -> None:
-        if self._training.is_again(prepare):
-            self._training.prepare_again(seat, prepare)
+        if self._training.prepare(seat, prepare):
             self._seating.recomputed(seat)
-        else:
-            self._training.prepare(seat, prepare)
 
     def _on_link_state(self, seat: Seat, state: LinkState) -> None:
         link = f"link {state.link} to stage {state.peer_stage}"
@@ -413,7 +408,7 @@ class Coordinator:
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
             return
         self._seats.leave(seat.stage, self._ctx.clock(), position=seat.position)
-        self._ending.abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
+        self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         seat = self._seats.find(identity)
@@ -433,7 +428,61 @@ class Coordinator:
         if measuring.is_finished:
             failures = measuring.measured.failures
             ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
-            self._ending.say_bye(RunEvent.ALL_MEASURED, ending)
+            self._say_bye(RunEvent.ALL_MEASURED, ending)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _on_stop_request(self, seat: Seat, request: StopRequest) -> None:
+        if request.signal_number not in signal.valid_signals():
+            raise RemoteProtocolError(f"{seat.name} reported signal {request.signal_number}, which does not exist")
+        self._stop(request.signal_number, seat.name)
+
+    def _take_signals(self) -> None:
+        """Stop in order at this process's first signal; InterruptedRunError at the second, or after `run.grace`."""
+        while self._signals:
+            number = self._signals.popleft()
+            self._num_signals += 1
+            if self._num_signals > 1:
+                raise InterruptedRunError(f"stopped at once by a second {signal_name(number)}", number)
+            self._stop(number, "the coordinator")
+        if self._ctx.clock() > self._leave_by_s:
+            raise InterruptedRunError(
+                "stopped by SIGTERM: the step and its checkpoint took longer than run.grace "
+                f"({self._ctx.options.grace_s:g} s), so they are given up after step {self._run.step}",
+                signal.SIGTERM,
+            )
+
+    def _stop(self, number: int, who: str) -> None:
+        """Finish the step and stop after a checkpoint; InterruptedRunError if there is no step to finish."""
+        run, name = self._run, signal_name(number)
+        is_first, run.stop_signal = run.stop_signal is None, run.stop_signal or number
+        if run.phase not in WITH_STEPS:
+            when = "while measuring" if run.phase is RunPhase.MEASURING else "before the first step"
+            raise InterruptedRunError(f"{who} got {name} {when}", number)
+        if number == signal.SIGTERM:  # after Ctrl-C a person sees the effect, and can press it again
+            self._leave_by_s = min(self._leave_by_s, self._ctx.clock() + self._ctx.options.grace_s)
+        if is_first and run.phase is RunPhase.TRAINING:
+            self._ctx.warn(f"{who} got {name}: finishing step {run.step + 1}, then a checkpoint")
+
+    def _finish_if_nothing_is_owed(self) -> None:
+        """End the run in order if its last step is decided and every stage has done what is left to do."""
+        if self._run.phase is not RunPhase.FINISHING or self._seats.before(SeatPhase.READY):
+            return
+        owed = self._training.owed
+        self._ctx.tell_phase(owed)
+        if not owed:
+            self._say_bye(RunEvent.NOTHING_OWED, self._run.ending_in_order(self._ctx.options.resume_command))
+
+    def _say_bye(self, event: RunEvent, ending: Ending) -> None:
+        self._ctx.end(event, ending, Bye(ending.exit_status))
+
+    def _abort(self, exit_status: int, message: str) -> None:
+        """End the run at once; the message says how to go on."""
+        if self._run.phase in WITH_STEPS:
+            self._training.abandon()
+            if exit_status != UserError.exit_status:
+                message = f"{message}; {self._run.resumable(self._ctx.options.resume_command)}"
+        self._ctx.end(RunEvent.ENDED, Ending(exit_status, message), Abort(message, exit_status))
 
     def _let_leave(self) -> None:
         """Keep the socket going until the workers have left, or should have."""
@@ -441,3 +490,14 @@ class Coordinator:
         while self._ctx.clock() < until_s and any(seat.exit is None for seat in self._seats.held):
             self._ctx.server.poll(POLL_S)
             self._tick_beside()
+
+    def _note_end(self) -> None:
+        """Mark the run as over, so that no coordinator goes on with it; if that fails, going on would lose nothing."""
+        journal = self._ctx.journal
+        if not journal.has_run:
+            return
+        journal.wait = None
+        try:
+            journal.note(is_over=True)
+        except UserError as error:
+            self._ctx.warn(f"{error}; the run has ended all the same")

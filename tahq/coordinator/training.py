@@ -17,14 +17,13 @@ from typing import Any
 from tahq import fault_points
 from tahq.comm.control.messages import Admit, Commit, Copied, Evaluated, Prepare, Published, Snapshotted, Traced
 from tahq.coordinator import copies, recovery
-from tahq.coordinator.commit import check_prepare, decide, is_repeated, norm_of
 from tahq.coordinator.context import CoordinatorOptions, RunContext
 from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
 from tahq.coordinator.seats import RestorePoint, Seat
-from tahq.coordinator.step_report import TraceCollector, step_record
+from tahq.coordinator.steps import TraceCollector, check_prepare, decide, is_repeated, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint import snapshot as folders
@@ -83,8 +82,13 @@ class Training:
         Raises:
             SnapshotError: the checkpoint's state of the links' codecs makes no sense.
         """
-        self._begin_at(self._run.base)
         ctx, run, journal = self._ctx, self._run, self._ctx.journal
+        for seat in copies.uncopied(ctx.options, self._seats):
+            ctx.warn(
+                f"{seat.name} only dials out, so no other host can copy its checkpoints: if its host is lost with its "
+                "disk, so is the run"
+            )
+        self._begin_at(run.base)
         evaluations = journal.evaluations()
         for step in journal.steps():
             self._is_continued = True
@@ -103,6 +107,8 @@ class Training:
         ctx.advance(RunEvent.ALL_READY)
         if run.is_decided:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
+        for seat in self._seats:
+            seat.lost_since_s = seat.spare_from_s = None
 
     def _begin_at(self, point: RestorePoint) -> None:
         """Begin with the state of the links' codecs that the checkpoint keeps."""
@@ -123,22 +129,29 @@ class Training:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def prepare(self, seat: Seat, prepare: Prepare) -> None:
+    def prepare(self, seat: Seat, prepare: Prepare) -> bool:
         """Count a stage's part of the current step; the last one decides it.
+
+        Returns:
+            Whether a stage that was lost has recomputed a step that is decided; it is answered as the first time.
 
         Raises:
             RemoteProtocolError, DataError, NonFiniteError: as `check_prepare` and `decide`.
         """
         run = self._run
+        if prepare.step < run.step and prepare.step == seat.position:
+            self._prepare_again(seat, prepare)
+            return True
         last = run.last_prepares[seat.stage] if run.last_prepares else None
         if is_repeated(prepare, seat.prepared) or (seat.prepared is None and is_repeated(prepare, last)):
-            return
+            return False
         is_last = seat.stage == len(self._seats) - 1
         check_prepare(prepare, run.step, seat.prepared, seat.name, is_last=is_last)
         seat.prepared, seat.position = prepare, max(seat.position, prepare.step + 1)
         prepares = [each.prepared for each in self._seats if each.prepared is not None]
         if len(prepares) == len(self._seats):
             self._commit(prepares)
+        return False
 
     def _commit(self, prepares: list[Prepare]) -> None:
         ctx, run, options = self._ctx, self._run, self._ctx.options
@@ -175,21 +188,11 @@ class Training:
 
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options
-        record = step_record(commit, prepares, norm_of(prepares), step_time_s, options.chunks_per_stage)
-        return self._codecs.described(
-            replace(record, lr=learning_rate(options.training, commit.step, self._run.num_steps))
-        )
+        lr = learning_rate(options.training, commit.step, self._run.num_steps)
+        return self._codecs.described(step_record(commit, prepares, step_time_s, options.chunks_per_stage, lr))
 
-    def is_again(self, prepare: Prepare) -> bool:
-        """Whether a stage that was lost has recomputed a step that is decided."""
-        return prepare.step < self._run.step and prepare.step == self._seats[prepare.stage].position
-
-    def prepare_again(self, seat: Seat, prepare: Prepare) -> None:
-        """Answer as the first time, apart from reports that are no longer owed.
-
-        Raises:
-            RemoteProtocolError: the step's decision is not kept any more.
-        """
+    def _prepare_again(self, seat: Seat, prepare: Prepare) -> None:
+        """Answer as the first time, apart from reports that are no longer owed."""
         run, decided = self._run, self._run.decided.get(prepare.step)
         if decided is None:
             raise RemoteProtocolError(f"{seat.name} computed step {prepare.step} again, whose decision is not kept")
@@ -255,6 +258,7 @@ class Training:
         self.settle_published(wait=run.phase is RunPhase.FINISHING)
 
     def _error_of(self, parts: SnapshotParts) -> str:
+        """Publish a checkpoint; returns why that failed, "" if it has not."""
         try:
             self._publish(parts)
         except (OSError, SnapshotError) as error:
@@ -366,9 +370,9 @@ class Training:
             Whether the base has moved.
         """
         ctx, run, seats, target = self._ctx, self._run, self._seats, self._run.copying
-        is_settled = False
-        if target is not None and copies.is_complete(ctx.options, run, seats):
-            is_settled = recovery.can_rebase(run, seats, target)
+        if run.phase not in WITH_STEPS:
+            return False
+        is_settled = copies.is_complete(ctx.options, run, seats) and recovery.can_rebase(run, seats, target)
         if is_settled and target is not None:
             run.rebase(target)
             copies.rebased(run, seats)

@@ -26,7 +26,7 @@ from tahq.coordinator.observer import (
     StepRecord,
     ValidationRecord,
 )
-from tahq.coordinator.step_report import BESIDE
+from tahq.coordinator.steps import BESIDE
 from tahq.errors import UserError
 
 MAX_UNWRITTEN_NBYTES = 64 * 1024 * 1024

@@ -8,8 +8,8 @@ from coordinator.conftest import make_prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator import commit
-from tahq.coordinator.commit import check_prepare, clip_factor, global_norm, is_repeated
+from tahq.coordinator import steps
+from tahq.coordinator.steps import check_prepare, clip_factor, global_norm, is_repeated
 from tahq.errors import NonFiniteError, RemoteProtocolError
 from tahq.pipeline.config import TrainingConfig
 
@@ -18,7 +18,7 @@ NAMES = ("stage 0 (a, pid 1)", "stage 1 (b, pid 2)", "stage 2 (c, pid 3)")
 
 def decide(prepares, num_steps=100, skipped_in_a_row=0, snapshot_every=None, *, stop=False, **training):
     settings = {"num_steps": num_steps, "snapshot_every": snapshot_every, "skipped_in_a_row": skipped_in_a_row}
-    return commit.decide(TrainingConfig(epochs=1, **training), prepares, NAMES, **settings, stop=stop)
+    return steps.decide(TrainingConfig(epochs=1, **training), prepares, NAMES, **settings, stop=stop)
 
 
 def all_prepares(step=0, **changes):
@@ -29,7 +29,7 @@ def all_prepares(step=0, **changes):
 def test_norm_does_not_depend_on_how_parameters_are_divided_into_stages(numbers, cuts):
     low, high = sorted(cuts)
     divided = [numbers[:low], numbers[low:high], numbers[high:]]
-    assert commit.norm_of([make_prepare(0, stage, norm2=divided[stage]) for stage in range(3)]) == global_norm(numbers)
+    assert steps.norm_of([make_prepare(0, stage, norm2=divided[stage]) for stage in range(3)]) == global_norm(numbers)
 
 
 @given(st.lists(st.floats(0, 1e300), max_size=20))

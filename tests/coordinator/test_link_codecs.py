@@ -5,8 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from tahq.coordinator.link_codecs import RAW, CodecOptions, LinkCodecs, computing_s, step_load
-from tahq.coordinator.link_policy import FollowRules, LinkKey, LinkLoad
+from tahq.coordinator.link_codecs import (
+    RAW,
+    CodecOptions,
+    FollowRules,
+    LinkCodecs,
+    LinkKey,
+    LinkLoad,
+    computing_s,
+    step_load,
+)
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.errors import ConfigError, SnapshotError
 from tahq.observe.metrics import step_object

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.coordinator.link_policy import (
+from tahq.coordinator.link_codecs import (
     LOSS_WINDOW,
     RISING_STEPS,
     WARM_UP_STEPS,

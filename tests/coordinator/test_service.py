@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.comm.control import messages as say
-from tahq.coordinator.link_codecs import CodecOptions
-from tahq.coordinator.link_policy import FollowRules
+from tahq.coordinator.link_codecs import CodecOptions, FollowRules
 from tahq.errors import ConfigError, SnapshotError
 from tahq.quant.ladder import Ladder
 

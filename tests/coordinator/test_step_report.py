@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tahq.comm.control.messages import Commit, Traced
 from tahq.comm.control.server import ClockOffset
 from tahq.coordinator.observer import StageSplit
-from tahq.coordinator.step_report import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector, stage_split, step_record
+from tahq.coordinator.steps import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector, stage_split, step_record
 from tahq.errors import RemoteProtocolError
 
 COMMIT = Commit(4, True, 1.0, False, False, False)
@@ -21,7 +21,7 @@ def record(num_stages=3, **changes_by_stage):
     """The record of a step of 2 s; `stage1={...}` changes that stage's PREPARE."""
     stages = range(num_stages)
     prepares = [make_prepare(4, stage, num_stages, **changes_by_stage.get(f"stage{stage}", {})) for stage in stages]
-    return step_record(COMMIT, prepares, 1.5, 2.0)
+    return step_record(COMMIT, prepares, 2.0)
 
 
 def test_links_have_sender_receiver_and_rates():

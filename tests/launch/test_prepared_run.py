@@ -12,7 +12,7 @@ from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, resolve
-from tahq.coordinator.link_policy import LinkKey
+from tahq.coordinator.link_codecs import LinkKey
 from tahq.errors import ConfigError
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable

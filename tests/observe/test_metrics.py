@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.coordinator.observer import LinkRecord, RunEnd, StageRecord, StageSplit, ValidationRecord
-from tahq.coordinator.step_report import stage_split
+from tahq.coordinator.steps import stage_split
 from tahq.errors import UserError
 from tahq.observe.metrics import MetricsFile, keep_until, step_object
 from tahq.observe.metrics_reader import median_step, read_steps, step_record

@@ -11,7 +11,7 @@ from support.plain_loop import PlainModel, train_plainly
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
-from tahq.coordinator.commit import clip_factor, global_norm
+from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer

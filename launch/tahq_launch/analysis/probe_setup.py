@@ -14,7 +14,7 @@ import torch
 from tahq.comm.topology import Position, total_steps
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
-from tahq.coordinator.commit import clip_factor, global_norm
+from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor

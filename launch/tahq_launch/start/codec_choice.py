@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tahq.config.cluster import ClusterConfig
-from tahq.coordinator.link_codecs import CodecOptions, Recorded
-from tahq.coordinator.link_policy import FollowRules, LinkKey
+from tahq.coordinator.link_codecs import CodecOptions, FollowRules, LinkKey, Recorded
 from tahq.coordinator.observer import Traffic
 from tahq.errors import ConfigError, UserError
 from tahq.observe.bottleneck import WireFacts

@@ -12,11 +12,11 @@ class Join:
     host: str
     pid: int
     worker_id: str = ""
-    """Whose processes follow each other, one at a time: a new one with this name takes the old one's place."""
+    """Names the successive processes of one worker: a new one takes the old one's place."""
     takeover: bool = False
     """A person knows that the stage's holder is gone."""
     spare: bool = False
-    """If the stage is taken, or is -1, I wait for that of a host that is lost."""
+    """If the stage is taken, or is -1, I wait for the stage of a lost host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,18 @@ class Assign:
     config_json: str
     config_hash: str
     snapshot: str = ""
-    """Folder of the snapshot to continue from, seen from the run's folder; empty: start anew."""
+    """Folder of the checkpoint to continue from, relative to the run's; empty: start anew."""
     snapshot_files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each file of that snapshot, by name."""
+    """SHA-256 of each of its files, by name."""
     start_step: int = 0
     is_measuring: bool = False
-    """Whether there is no run: nothing is built, and after HELLO come orders to measure in place of a plan."""
+    """Nothing is built, and after HELLO come orders to measure instead of a plan."""
     copied_step: int = -1
-    """Where to begin if this stage's file of `snapshot` cannot be had: an older point, -1 if there is none."""
+    """An older checkpoint to begin at if this stage's file of `snapshot` is missing; -1: none."""
     copied_snapshot: str = ""
     copied_files: dict[str, str] = field(default_factory=dict)
     sources: list[list[str | int]] = field(default_factory=list)
-    """Who else has this stage's file: rows of [steps behind the snapshot, host:port, public key or ""]."""
+    """Who else has this stage's file: rows of [steps behind the checkpoint, host:port, public key or ""]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Hello:
     next_sample: int = 0
     """Number of the first sample that I would train on, over all epochs; 0 for a new run, or without data."""
     arithmetic_changes: list[str] = field(default_factory=list)
-    """How what computes here differs from what computed the snapshot; with any, the run is no longer exact."""
+    """How this machine's arithmetic differs from the checkpoint's; with any, the run is no longer exact."""
     start_step: int = 0
-    """Steps behind the snapshot that I begin at."""
+    """Steps behind the checkpoint that I begin at."""
     files_address: str = ""
-    """host:port at which others get my snapshots; empty: they cannot."""
+    """host:port at which others get my checkpoints; empty: they cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,8 @@ class Refuse:
 class Plan:
     """coordinator → worker: all have joined; these are your links.
 
-    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled, what carries its
-    frames: zmq, gloo or nccl, the peer's public key or "" without CURVE], by link. The last two numbers tell stages
-    without data which samples a step is made of.
+    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled, transport of its frames
+    (zmq, gloo or nccl), the peer's public key or "" without CURVE].
     """
 
     epoch: int
@@ -102,9 +101,9 @@ class Plan:
     next_sample: int = 0
     """Number of the training sample that `start_step` begins with, over all epochs."""
     live_step: int = 0
-    """The step that the run is at; those before it were committed once already, and are computed again."""
+    """The step that the run is at; steps before it were committed already, and are computed again."""
     wanted: list[list[int]] = field(default_factory=list)
-    """Which frames the peer of a link wants, as rows (`Relink`), where it does not want all."""
+    """Which frames the peer of a link wants, as rows of `Relink`, where it does not want all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +145,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """coordinator → worker: the snapshot after `step` steps is complete.
-
-    Nobody will want frames of steps before `base`, nor copies of snapshots that are older.
-    """
+    """coordinator → worker: the checkpoint after `step` steps is complete; forget frames and copies before `base`."""
 
     step: int
     base: int
@@ -157,16 +153,16 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """coordinator → worker: keep a copy of this stage's file of the snapshot after `step` steps."""
+    """coordinator → worker: keep a copy of this stage's file of the checkpoint after `step` steps."""
 
     step: int
     stage: int
     file: str
     sha256: str
     address: str
-    """host:port of its holder; empty: none, only answer whether you have it."""
+    """host:port of its holder; empty: only answer whether you have it."""
     public_key: str = ""
-    """Of who has it; empty without CURVE."""
+    """The holder's; empty without CURVE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +217,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """coordinator → worker: everybody is ready, begin with this step.
+    """coordinator → worker: all are ready, begin with this step.
 
-    `codecs` has a row for each link and direction that does not begin with what the configuration says: [link,
-    direction, index into the plan's table of codecs].
+    `codecs` has a row for each link and direction whose codec is not the configured one: [link, direction, index into
+    the plan's table of codecs].
     """
 
     step: int
@@ -235,14 +231,11 @@ class Start:
 class Prepare:
     """worker → coordinator: my part of this step is computed, nothing is applied yet.
 
-    `norm2` has one fp64 squared gradient norm a parameter. Loss sum, token count and batch digest are
-    set by the stages that know them (None, None and "" elsewhere). `timing` holds seconds by
-    activity (forward, backward, encode, decode, wait:1, beside:encode, …; see `pipeline/spans.py`), out of
-    the `active_s` from the COMMIT before (or START) to this message. A row of `links` is [link, direction,
-    frames, payload bytes, wire bytes, elements, busy, sending and wire seconds], for what this worker sent.
-    `codec_state_bytes` is what its codecs remember.
-    A row of `codec_errors` is [link, direction, ‖x̂ − x‖/‖x‖] of a tensor that this worker sent, at the steps at
-    which that is measured.
+    `norm2` has one fp64 squared gradient norm per parameter. Loss sum, token count and batch digest are set by the
+    stages that know them (None, None and "" elsewhere). `timing` holds seconds by activity (forward, wait:1,
+    beside:encode, …; see `pipeline/spans.py`), out of the `active_s` from the COMMIT before (or START) to this message.
+    A row of `links` is [link, direction, frames, payload bytes, wire bytes, elements, busy, sending and wire seconds]
+    of sent data, a row of `codec_errors` [link, direction, ‖x̂ − x‖/‖x‖] of a sent tensor, where it was measured.
     """
 
     step: int
@@ -261,11 +254,10 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """coordinator → worker: apply (or skip) this step with this clip factor, then do the rest named.
+    """coordinator → worker: apply (or skip) this step with this clip factor, then evaluate, write, stop as told.
 
-    `codecs` has a row for each link and direction that has another codec from the next step on, as in START.
-    `complete_snapshot` is the number of steps behind the newest snapshot that all stages have written, 0 if there is
-    none: what is older may be removed.
+    `codecs` has a row (as in START) for each link and direction with another codec from the next step on.
+    `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go.
     """
 
     step: int
@@ -290,7 +282,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Snapshotted:
-    """worker → coordinator: my part of the snapshot after this many steps is durable, or `error` says why not."""
+    """worker → coordinator: my part of the checkpoint after this many steps is durable, or `error` says why not."""
 
     step: int
     stage: int
@@ -302,11 +294,10 @@ class Snapshotted:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """worker → coordinator: a part of what I did in a traced step, column by column.
+    """worker → coordinator: a part (from 0) of my spans in a traced step, column by column, by my clock.
 
-    Entry i of every list is one span: on which lane it was, its category and name, from `begins_s` to `ends_s`
-    of my clock. `frames` names the frame that it was about (empty: none), `nbytes` how much of it went, and
-    `queued_s` how long that had waited (0 where it is no sending). Parts count from 0.
+    `frames` names the frame that a span handled (empty: none), `nbytes` the bytes sent and `queued_s` how long they had
+    waited (0: nothing was sent).
     """
 
     step: int
@@ -325,10 +316,9 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """worker → coordinator: a link of mine is degraded, and why; or, if `reason` is empty, as before.
+    """worker → coordinator: a link of mine is degraded, and why; or, if `reason` is empty, works again.
 
-    `lasted_s` is how long it was degraded, `num_sent_again` how many pieces I have sent again on it so far; both 0 when
-    that begins.
+    `lasted_s` is how long it was degraded, `num_sent_again` how many pieces I have sent again on it so far.
     """
 
     stage: int
@@ -341,7 +331,7 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class NotKept:
-    """worker → coordinator: what I send on a link is not kept until the next snapshot is complete, and why."""
+    """worker → coordinator: frames that I send on a link are not kept until the next checkpoint, and why."""
 
     stage: int
     link: int
@@ -404,8 +394,8 @@ class MeasureCompute:
 class ComputeMeasured:
     """worker → coordinator: the speed of my device.
 
-    A row of `times` has the keys of `LayerTimes`; `codecs` has seconds per element, [encode, decode], by spec.
-    `notes` are for the user: what could not be timed, and why.
+    A row of `times` has the keys of `LayerTimes`; `codecs` has seconds per element, [encode, decode], by spec; `notes`
+    tell the user what could not be timed, and why.
     """
 
     stage: int

@@ -1,0 +1,351 @@
+"""From every stage's PREPARE: the decision about a step, its record for observers, and the picture of a traced step.
+
+Pure: clock offsets and times are arguments. The decision is a function of the set of PREPAREs alone: norms are summed
+by `math.fsum`, which is exact before its one rounding and so independent of the order and of the division into stages.
+The same PREPARE again changes nothing; a different one is an error.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tahq.comm.control.messages import Commit, Prepare, Traced
+from tahq.comm.control.server import ClockOffset
+from tahq.comm.link.frame import Direction
+from tahq.coordinator.observer import (
+    LinkRecord,
+    StageRecord,
+    StageSplit,
+    StageTrace,
+    StepRecord,
+    StepTrace,
+    TracedSpan,
+    Traffic,
+)
+from tahq.errors import DataError, NonFiniteError, RemoteProtocolError
+from tahq.pipeline.config import TrainingConfig
+
+# -- the decision ----------------------------------------------------------------------------------
+
+
+def global_norm(squared_norms: Iterable[float]) -> float:
+    """√(Σ ‖g‖²) in fp64, the sum rounded once (`math.fsum`); infinity or NaN where a term or the sum is.
+
+    Args:
+        squared_norms: ‖g‖² of each parameter, of all stages, in any order; none is negative.
+    """
+    try:
+        return math.sqrt(math.fsum(squared_norms))
+    except OverflowError:
+        return math.inf
+
+
+def norm_of(prepares: Iterable[Prepare]) -> float:
+    """The global gradient norm of a step."""
+    return global_norm(square for prepare in prepares for square in prepare.norm2)
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """min(1, clip_norm / norm): the factor for gradients of this global fp64 norm; `clip_norm` None: not clipped.
+
+    `torch.nn.utils.clip_grad_norm_` divides by norm + 1e-6 instead; here only a norm above clip_norm is divided by, so
+    a norm of zero needs no guard.
+    """
+    return clip_norm / norm if clip_norm is not None and norm > clip_norm else 1.0
+
+
+def is_repeated(prepare: Prepare, before: Prepare | None) -> bool:
+    """Whether a stage says the same of the same step again, NaN included."""
+    return before is not None and before.step == prepare.step and repr(before) == repr(prepare)
+
+
+def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str, *, is_last: bool) -> None:
+    """Check a stage's PREPARE that is not a repetition; `before` is its PREPARE of this step, if there is one.
+
+    Raises:
+        RemoteProtocolError: a wrong step, a second and different PREPARE, impossible numbers, a missing loss.
+    """
+    if prepare.step != step:
+        raise RemoteProtocolError(f"{name} prepared step {prepare.step} while step {step} is due")
+    if before is not None:
+        raise RemoteProtocolError(f"{name} prepared step {step} twice, with different numbers")
+    if any(square < 0 for square in prepare.norm2):
+        raise RemoteProtocolError(f"{name} prepared step {step} with a negative squared norm")
+    if is_last and (prepare.loss_sum is None or prepare.tokens is None):
+        raise RemoteProtocolError(f"{name}, the last stage, prepared step {step} without a loss")
+
+
+def decide(
+    training: TrainingConfig,
+    prepares: Sequence[Prepare],
+    names: Sequence[str],
+    *,
+    num_steps: int,
+    snapshot_every: int | None = None,
+    skipped_in_a_row: int = 0,
+    stop: bool = False,
+) -> Commit:
+    """The decision about a step.
+
+    Args:
+        training: clipping, evaluations, and what to do about NaN.
+        prepares: every stage's, by stage.
+        names: of the stages, for messages.
+        num_steps: length of the run.
+        snapshot_every: steps between checkpoints.
+        skipped_in_a_row: steps before this one that were skipped.
+        stop: this step is to be the last.
+
+    Raises:
+        DataError: the stages that read data read different batches.
+        NonFiniteError: NaN or infinity, and the configuration says to halt.
+    """
+    done = prepares[0].step + 1
+    _compare_batches(prepares, names)
+    norm, culprits = norm_of(prepares), [p.stage for p in prepares if not _is_finite(p)]
+    apply = not culprits and math.isfinite(norm)
+    if not apply:
+        _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
+    last = done >= num_steps
+    return Commit(
+        step=done - 1,
+        apply=apply,
+        clip_factor=clip_factor(norm, training.clip_norm) if apply else 1.0,
+        evaluate=training.eval_every is not None and (last or done % training.eval_every == 0),
+        snapshot=last or stop or (snapshot_every is not None and done % snapshot_every == 0),
+        stop=last or stop,
+    )
+
+
+def _compare_batches(prepares: Sequence[Prepare], names: Sequence[str]) -> None:
+    readers = [prepare for prepare in prepares if prepare.batch_digest]
+    other = next((p for p in readers if p.batch_digest != readers[0].batch_digest), None)
+    if other is not None:
+        raise DataError(
+            f"{names[readers[0].stage]} and {names[other.stage]} read different batches at step {other.step} "
+            f"(digests {readers[0].batch_digest} and {other.batch_digest}): give both the same data files, and for "
+            "`text: stdlib` the same Python"
+        )
+
+
+def _check_skipped(training: TrainingConfig, step: int, culprits: Sequence[str], skipped_in_a_row: int) -> None:
+    halt = training.non_finite == "halt"
+    if not halt and skipped_in_a_row <= training.max_skipped_in_a_row:
+        return
+    where = ", ".join(culprits) or "the global gradient norm"
+    times = "training.non_finite is halt" if halt else f"{skipped_in_a_row} steps in a row"
+    raise NonFiniteError(
+        f"halted at step {step}: NaN or infinity in {where} ({times}); a lower learning rate or clip_norm may help"
+    )
+
+
+def _is_finite(prepare: Prepare) -> bool:
+    loss = prepare.loss_sum if prepare.loss_sum is not None else 0.0
+    return prepare.finite and math.isfinite(loss) and all(map(math.isfinite, prepare.norm2))
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+BACKWARD = ("backward", "input_gradient", "weight_gradient")
+WAIT, BESIDE = "wait:", "beside:"
+NUM_COUNTS, ROW_LENGTH = 6, 9
+"""Of a row of `Prepare.links`: link, direction, frames, payload bytes, wire bytes, elements; and three times."""
+_MAX_NUMBER = 2.0**53
+"""fp64 holds integers up to here exactly; and infinity could not be printed."""
+
+
+def step_record(
+    commit: Commit,
+    prepares: Sequence[Prepare],
+    step_time_s: float,
+    chunks_per_stage: int = 1,
+    lr: float = 0.0,
+) -> StepRecord:
+    """The record of a step that was just decided.
+
+    Args:
+        commit: the decision.
+        prepares: every stage's, by stage; the last one's has the loss.
+        step_time_s: seconds from the commit before to this one.
+        chunks_per_stage: chunks of the model on each stage.
+        lr: the step's learning rate.
+
+    Raises:
+        RemoteProtocolError: a row about a link that its stage does not have.
+    """
+    loss_sum, tokens = prepares[-1].loss_sum, prepares[-1].tokens
+    last_link = len(prepares) * chunks_per_stage - 1
+    return StepRecord(
+        step=commit.step + 1,
+        loss=loss_sum / tokens if loss_sum is not None and tokens else math.nan,
+        tokens=tokens or 0,
+        step_time_s=step_time_s,
+        grad_norm=norm_of(prepares),
+        clip_factor=commit.clip_factor,
+        skipped=not commit.apply,
+        evaluating=commit.evaluate,
+        stages=tuple(
+            StageRecord(p.stage, dict(p.timing), p.codec_state_bytes, stage_split(p.timing, p.active_s, step_time_s))
+            for p in prepares
+        ),
+        links=tuple(link for p in prepares for link in _link_records(p, len(prepares), last_link, step_time_s)),
+        lr=lr,
+    )
+
+
+def stage_split(timing: Mapping[str, float], active_s: float, step_time_s: float) -> StageSplit:
+    """Split a stage's step.
+
+    Args:
+        timing: seconds by activity, as `Stopwatch.take` names them.
+        active_s: from the COMMIT before to PREPARE, on the worker's clock.
+        step_time_s: from commit to commit, on the coordinator's.
+    """
+
+    def take(*activities: str) -> float:
+        return sum(timing.get(activity, 0.0) for activity in activities)
+
+    senders = {name: name.removeprefix(WAIT) for name in timing if name.startswith(WAIT)}
+    measured_s = sum(seconds for activity, seconds in timing.items() if not activity.startswith(BESIDE))
+    return StageSplit(
+        forward_s=take("forward"),
+        backward_s=take(*BACKWARD),
+        encode_s=take("encode"),
+        decode_s=take("decode"),
+        wait_s={int(sender): timing[name] for name, sender in senders.items() if sender.isdecimal()},
+        wait_codec_s=take("wait:codec"),
+        wait_memory_s=take("wait:memory"),
+        data_s=take("data"),
+        optimizer_s=take("optimizer", "norms"),
+        snapshot_s=take("snapshot"),
+        other_s=max(0.0, active_s - measured_s),
+        commit_s=max(0.0, step_time_s - max(active_s, 0.0)),
+        beside_s={name.removeprefix(BESIDE): s for name, s in timing.items() if name.startswith(BESIDE)},
+    )
+
+
+def _link_records(prepare: Prepare, num_stages: int, last_link: int, step_time_s: float) -> list[LinkRecord]:
+    """The traffic that a stage sent, with the relative errors that it measured: infinite perhaps, never negative."""
+    if not all(len(error) == 3 and error[2] >= 0 for error in prepare.codec_errors):
+        raise RemoteProtocolError(
+            f"stage {prepare.stage} reported impossible codec errors: expected rows of [link, direction, error >= 0]"
+        )
+    errors = {(link, direction): error for link, direction, error in prepare.codec_errors}
+    records = []
+    for row in prepare.links:
+        try:
+            if len(row) != ROW_LENGTH or not all(0 <= number <= _MAX_NUMBER for number in row):
+                raise ValueError
+            link, direction, frames, payload, wire, elements = (int(number) for number in row[:NUM_COUNTS])
+            receiver, traffic = _other_end(prepare.stage, link, Direction(direction), num_stages, last_link)
+        except (ValueError, OverflowError):
+            raise RemoteProtocolError(
+                f"stage {prepare.stage} reported impossible traffic: {list(row)[:ROW_LENGTH]}"
+            ) from None
+        busy_s, sending_s, wire_s = row[NUM_COUNTS:]
+        ends, counts = (link, prepare.stage, receiver, traffic), (frames, payload, wire, elements)
+        idle_s, error = max(0.0, step_time_s - busy_s), errors.get((row[0], row[1]))
+        records.append(LinkRecord(*ends, *counts, busy_s, sending_s, wire_s, idle_s, relative_error=error))
+    return records
+
+
+def _other_end(stage: int, link: int, direction: Direction, num_stages: int, last: int) -> tuple[int, Traffic]:
+    """The stage that receives what this stage sends on this link, and the kind of traffic.
+
+    Both directions of the link of tied embeddings (number `last`) carry gradients.
+    """
+    if link == last and stage in (0, num_stages - 1) and num_stages > 1:
+        return num_stages - 1 - stage, "gradients"
+    before, after = link % num_stages, (link + 1) % num_stages
+    if stage == before and link < last and direction is Direction.FORWARD:
+        return after, "activations"
+    if stage == after and link < last and direction is Direction.BACKWARD:
+        return before, "gradients"
+    raise ValueError
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+MAX_PART = 2048
+"""Spans in one message."""
+MAX_PARTS = 256
+"""Messages of one stage about one step: half a million spans."""
+KEPT_STEPS = 16
+"""Steps whose times and parts are kept."""
+
+
+class TraceCollector:
+    """Collects the parts of traced steps, and brings their spans to the coordinator's clock.
+
+    A step is complete once every stage has sent all of its parts; of incomplete steps the oldest are forgotten. Parts
+    may come a step late, so those of a step that a coordinator before this one committed are dropped without an error.
+
+    Args:
+        names: of all stages, for messages and pictures.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._times: dict[int, tuple[float, float]] = {}
+        self._parts: dict[int, list[dict[int, Traced]]] = {}
+
+    def committed(self, step: int, begin_s: float, end_s: float) -> None:
+        """Note when a step (from 0) began and was committed."""
+        self._times[step] = (begin_s, end_s)
+        _forget_oldest(self._times)
+
+    def take(self, part: Traced, offsets: Sequence[ClockOffset | None]) -> StepTrace | None:
+        """Count a part; the whole step once it was the last one.
+
+        Args:
+            part: from the worker of its stage.
+            offsets: each stage's clock minus the coordinator's; None: unknown.
+
+        Raises:
+            RemoteProtocolError: a step that was not committed, a repeated part, impossible numbers.
+        """
+        name = self._names[part.stage]
+        if part.step > max(self._times, default=math.inf):
+            raise RemoteProtocolError(f"{name} sent a trace of step {part.step}, which was not committed yet")
+        if part.step not in self._times:
+            return None
+        _check_trace(part, name)
+        stages = self._parts.setdefault(part.step, [{} for _ in self._names])
+        _forget_oldest(self._parts)
+        if part.part in stages[part.stage]:
+            raise RemoteProtocolError(f"{name} sent part {part.part} of its trace of step {part.step} twice")
+        stages[part.stage][part.part] = part
+        if not all(parts and len(parts) == next(iter(parts.values())).num_parts for parts in stages):
+            return None
+        del self._parts[part.step]
+        traces = []
+        for stage, (name, parts, offset) in enumerate(zip(self._names, stages, offsets, strict=True)):
+            offset_s, error_s = (offset.offset_s, offset.error_s) if offset is not None else (0.0, math.nan)
+            spans = [span for number in sorted(parts) for span in _spans(parts[number], offset_s)]
+            spans.sort(key=lambda span: span.begin_s)
+            traces.append(StageTrace(stage, name, offset_s, error_s, tuple(spans)))
+        return StepTrace(part.step + 1, *self._times[part.step], tuple(traces))
+
+
+def _forget_oldest(by_step: dict[int, Any]) -> None:
+    while len(by_step) > KEPT_STEPS:
+        del by_step[min(by_step)]
+
+
+def _check_trace(part: Traced, name: str) -> None:
+    columns = (part.lanes, part.categories, part.names, part.frames, part.begins_s, part.ends_s)
+    lengths = {len(column) for column in (*columns, part.nbytes, part.queued_s)}
+    times = zip(part.begins_s, part.ends_s, strict=False)
+    if (
+        len(lengths) != 1
+        or max(lengths) > MAX_PART
+        or not 0 <= part.part < part.num_parts <= MAX_PARTS
+        or not all(math.isfinite(begin_s) and begin_s <= end_s < math.inf for begin_s, end_s in times)
+    ):
+        raise RemoteProtocolError(f"{name} sent a malformed trace of step {part.step}")
+
+
+def _spans(part: Traced, offset_s: float) -> list[TracedSpan]:
+    times = ([time_s - offset_s for time_s in column] for column in (part.begins_s, part.ends_s))
+    columns = (part.lanes, part.categories, part.names, *times, part.frames, part.nbytes, part.queued_s)
+    return [TracedSpan(*row) for row in zip(*columns, strict=True)]
