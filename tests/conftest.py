@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(16))))
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 
 settings.register_profile("tahq", deadline=None)
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason is not None:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Processes that a test starts see no GPU unless it is marked gpu: results are compared with a CPU's."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = GPUS if item.get_closest_marker("gpu") else ""
 
 
 def _no_cuda() -> str | None:

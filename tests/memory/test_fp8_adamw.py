@@ -7,11 +7,12 @@ import pytest
 import torch
 from support.adamw_checks import distances
 from support.fp8_adamw_reference import step_reference
-from support.fp8_moments import FORMATS, Trained
+from support.fp8_moments import FORMATS, Trained, awkward_groups, same_bits, step_on_groups
 from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.memory.coat.fp8_adamw import CHUNK_GROUPS, Fp8AdamW, step_in_torch
+from tahq.memory.coat.fp8_adamw_cpu import step_on_cpu
 from tahq.memory.coat.fp8_groups import GROUP
 from tahq.memory.config import Fp8AdamWConfig
 from tahq.pipeline.config import TrainingConfig
@@ -63,6 +64,7 @@ def test_every_format_learns_as_torchs_adamw_does(stored):
     assert errors.mean() < 1.2
 
 
+@pytest.mark.parametrize("step", [step_in_torch, step_on_cpu])
 @pytest.mark.parametrize(
     ("numel", "formats", "scale"),
     [
@@ -71,13 +73,20 @@ def test_every_format_learns_as_torchs_adamw_does(stored):
         *product([4097], ["coat"], [0.0, 1e-30, 1e-22, 1e-19, 1e15]),
     ],
 )
-def test_steps_equal_the_formulas_to_the_bit_and_write_nothing_else(numel, formats, scale):
-    got = Trained(step_in_torch, numel, formats).take_steps(range(1, 4), scale)
+def test_steps_equal_the_formulas_to_the_bit_and_write_nothing_else(step, numel, formats, scale):
+    got = Trained(step, numel, formats).take_steps(range(1, 4), scale)
     expected = Trained(step_reference, numel, formats).take_steps(range(1, 4), scale)
     for left, right in zip(got.tensors(), expected.tensors(), strict=True):
         assert left.isfinite().all()
         assert torch.equal(left, right)
     got.assert_nothing_else_was_written()
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_compiled_step_agrees_on_groups_of_every_sort(formats):
+    groups = torch.cat(list(awkward_groups(2).values()))
+    compiled, plain = (step_on_groups(step, groups, formats) for step in (step_on_cpu, step_in_torch))
+    assert all(map(same_bits, compiled, plain))
 
 
 @pytest.mark.parametrize("stored", [DEFAULT, *OTHERS], ids=str)

@@ -67,7 +67,9 @@ class Fp8AdamW(AdamwLoop):
 
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
         step = step_in_torch
-        if weight.numel() > 0 and has_ptx(weight.device.type):
+        if weight.device.type == "cpu":
+            step = import_module("tahq.memory.coat.fp8_adamw_cpu").step_on_cpu
+        elif weight.numel() > 0 and has_ptx(weight.device.type):
             step = import_module("tahq.memory.coat.fp8_adamw_kernels").step_on_cuda
         step(weight, gradient, self._moments(state), numbers)
 
