@@ -16,11 +16,12 @@ from bench_runtime import Multiplication
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
-from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.codec_lanes import ThreadedLanes
-from tahq.pipeline.engine import StageEngine
 from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.spans import Stopwatch
+from tahq.quant.config import WireConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = StepShape(1, micro_batch=1, seq_len=64, hidden_size=256)
@@ -78,7 +79,7 @@ def run_stage(stage: int, endpoint: ZmqEndpoint, dial: str) -> None:
     transport = endpoint.open_link(0, 1 - stage, "neighbour", dial)
     endpoint.wait_connected(20.0)
     stopwatch, device = Stopwatch(), torch.device("cpu")
-    cut = Boundary(transport, CutIdentity(1, 0, 0), CodecTable("wf", "eden"), device, stopwatch)
+    cut = Boundary(transport, CutIdentity(1, 0, 0), CodecTable(WireConfig(activations="wf", gradients="eden")), device, stopwatch)
     cut_before, cut_behind = (cut, None) if stage else (None, cut)
     engine = StageEngine(
         chunks={stage: Chunk(Watched(stage), cut_before, cut_behind)},

@@ -42,11 +42,11 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts
-from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.engine import StepShape
 from tahq.pipeline.gradients import summed_cross_entropy
-from tahq.pipeline.update.optimizer import low_rank_settings
-from tahq.pipeline.update.update import StageUpdate
+from tahq.pipeline.optimizer import low_rank_settings
+from tahq.pipeline.update import StageUpdate
 
 GIB = 2**30
 LIMIT_GIB = 14.9
@@ -111,7 +111,9 @@ def run_variant(variant: str, size: str, steps: int, device: torch.device) -> No
     model = build(spec, settings, device)
     shape = StepShape(1, BATCHES[size], SEQ_LEN, spec.hidden_size)
     weights = low_rank_weights(model)
-    update = StageUpdate(training, model.canonical_parameters(), model.is_decayed, steps, None, weights, shape)
+    update = StageUpdate(
+        training, model.canonical_parameters(), model.is_decayed, steps, None, weights, shape.gradient_scale
+    )
     if is_cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

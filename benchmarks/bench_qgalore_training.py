@@ -40,8 +40,8 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.gradients import summed_cross_entropy
-from tahq.pipeline.update.optimizer import low_rank_settings
-from tahq.pipeline.update.update import StageUpdate
+from tahq.pipeline.optimizer import low_rank_settings
+from tahq.pipeline.update import StageUpdate
 
 SEED = 1
 BATCH, SEQ_LEN = 64, 256

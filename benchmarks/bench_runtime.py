@@ -26,11 +26,12 @@ from harness import Table, launch, main
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
-from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
 from tahq.pipeline.codec_lanes import ThreadedLanes
-from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.spans import Stopwatch
+from tahq.quant.config import WireConfig
 
 WORKERS = 4
 MICRO_BATCHES = 64
@@ -99,7 +100,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         links[stage] = endpoint.open_link(stage, stage + 1, addresses[stage + 1], "")
     endpoint.wait_connected(20.0)
     stopwatch = Stopwatch()
-    codecs = CodecTable("raw:dtype=fp32", "raw:dtype=fp32")
+    codecs = CodecTable(WireConfig(activations="raw:dtype=fp32", gradients="raw:dtype=fp32"))
     cuts = {
         link: Boundary(transport, CutIdentity(1, 0, link), codecs, torch.device("cpu"), stopwatch)
         for link, transport in links.items()
@@ -125,11 +126,11 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
             actions_s.clear()
         begins_s.clear()
         begin_s = time.perf_counter()
-        result = engine.run_step(step)
+        engine.run_step(step)
         end_s = time.perf_counter()
         times_s.append(end_s - begin_s)
         actions_s += [late - early for early, late in pairwise([*begins_s, end_s])]
-        timings.append(result.timing)
+        timings.append(stopwatch.take())
     cpu_s = time.process_time() - cpu_begin_s
     pipe.send(StageReport(times_s[WARM_UP_STEPS:], actions_s, timings[WARM_UP_STEPS:], cpu_s))
     endpoint.close()

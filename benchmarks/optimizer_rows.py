@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import build_optimizer
+from tahq.pipeline.optimizer import build_optimizer
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RATES = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

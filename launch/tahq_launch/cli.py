@@ -134,8 +134,8 @@ def worker(
         credentials = run_keys.keys_from_stdin() if keys_from_stdin else by_hand(key, coordinator_key)
 
     def serve(worker_id: str, is_first: bool) -> int:
+        from tahq.worker.control import WorkerOptions
         from tahq.worker.main import run_worker  # not before the fork: it starts threads
-        from tahq.worker.place import WorkerOptions
 
         place = (-1 if stage is None else stage, peer, bind, advertise, device, worker_id, takeover and is_first)
         return run_worker(WorkerOptions(*place, credentials, spare, replaces_host=takeover))

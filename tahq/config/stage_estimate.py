@@ -1,4 +1,4 @@
-"""The memory of a configuration's stages, by `memory/estimate.py`."""
+"""The memory of a configuration's stages, by `memory/estimate.py`, and changes that would save some."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,13 +6,15 @@ from dataclasses import replace
 from functools import partial
 
 from tahq.config.cluster import ClusterConfig
+from tahq.errors import UserError
+from tahq.memory.config import COAT_FAMILIES
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import divide
+from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.schedule import Action, ActionKind
-from tahq.pipeline.update.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.quant import get_codec
 
 
@@ -108,3 +110,62 @@ def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
     codecs = (config.wire.activations, config.wire.gradients)
     num_cuts = (chunk > 0) + (chunk < config.pipeline.num_chunks - 1)
     return num_cuts * sum(get_codec(codec).encoded_nbytes(shape) for codec in codecs)
+
+
+# -- changes that would save memory ------------------------------------------------------------------
+
+
+def memory_savings(
+    config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, on_cpu: bool
+) -> list[tuple[str, int]]:
+    """Changes of a resolved configuration that would make a stage smaller, and bytes saved, the largest saving first.
+
+    With `on_cpu`, copies for checkpoints are in the same memory.
+    """
+    now = stage_estimate(config, spec, stage, bf16=bf16)
+    found: list[tuple[str, int]] = []
+    if on_cpu and config.run.snapshot_every is not None:
+        found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * now.snapshot))
+    for change, changed in _changes(config, spec, stage):
+        try:
+            ClusterConfig.model_validate(changed.model_dump(mode="json"))
+            # more stages: the largest of them, wherever that will be
+            stages = range(changed.pipeline.stages) if changed.pipeline.stages != config.pipeline.stages else (stage,)
+            then = max(stage_estimate(changed, spec, number, bf16=bf16).total for number in stages)
+        except (UserError, ValueError):
+            continue  # the rest of the configuration forbids it
+        found.append((change, now.total - then))
+    return sorted(((change, saved) for change, saved in found if saved > 0), key=lambda pair: -pair[1])
+
+
+def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tuple[str, ClusterConfig]]:
+    """Changes that may help, each with the configuration that has it and need not be valid."""
+
+    def changed(section: str, **values: object) -> tuple[str, ClusterConfig]:
+        keys = ", ".join(f"{section}.{key}: {'null' if value is None else value}" for key, value in values.items())
+        return keys, config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    training, pipeline = config.training, config.pipeline
+    smaller = next((n for n in range(training.micro_batch // 2, 0, -1) if training.micro_batch % n == 0), None)
+    if smaller is not None:
+        yield changed("training", micro_batch=smaller)
+    if training.activation_checkpointing != "block":
+        yield changed("training", activation_checkpointing="block")
+    if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
+        yield changed("memory", activations="coat")
+    if pipeline.schedule == "gpipe":
+        yield changed("pipeline", schedule="1f1b")
+    if pipeline.in_flight is not None:
+        yield changed("pipeline", in_flight=None)
+    more = pipeline.stages + 1
+    if isinstance(pipeline.in_flight, int | None) and more * pipeline.chunks <= spec.num_layers:
+        yield f"pipeline.stages: {more}", changed("pipeline", stages=more, layers=None)[1]
+    if pipeline.layers is not None and pipeline.stages > 1:
+        # one layer of this stage's largest chunk goes to a chunk of the stage after it, or before
+        fewer = list(pipeline.layers)
+        largest = max(chunks_of(config, stage), key=lambda chunk: fewer[chunk])
+        other = largest + 1 if largest + 1 < len(fewer) else largest - 1
+        if fewer[largest] > 1:
+            fewer[largest], fewer[other] = fewer[largest] - 1, fewer[other] + 1
+            change, less = changed("pipeline", layers=fewer)
+            yield f"one layer less here, {change}", less

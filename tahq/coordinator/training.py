@@ -28,7 +28,7 @@ from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint import snapshot as folders
 from tahq.pipeline.checkpoint.manifest import StageFile, snapshot_name
-from tahq.pipeline.update.learning_rate import learning_rate
+from tahq.pipeline.update import learning_rate
 
 log = logging.getLogger(__name__)
 

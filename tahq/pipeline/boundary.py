@@ -7,7 +7,7 @@ is checked against that when it is taken.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.transport import Transport
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.pipeline.spans import Stopwatch
-from tahq.quant import AUTO, CodecSpec, get_codec
+from tahq.quant import CodecSpec, get_codec
 from tahq.quant.aqsgd.codec import RECEIVED, SENT, AqsgdCodec
 from tahq.quant.codec import Codec
+from tahq.quant.config import WireConfig
 from tahq.quant.spec import RawSpec
 from tahq.randomness import derive_seed
 
@@ -39,35 +40,24 @@ class CodecTable:
     of its own.
 
     Args:
-        activations: spec of the codec that activations start with.
-        gradients: spec of the codec that gradients start with.
-        rungs: by direction, the specs that it may change to, the first codec included; None: it never changes.
-        backend: implementation of the codecs, `auto` by device; the ends of a link may differ.
-        threads: threads that the CPU implementation may use.
+        wire: the codecs that each direction starts with and may change to, their backend and threads. The backends of
+            a link's ends may differ.
     """
 
-    def __init__(
-        self,
-        activations: str,
-        gradients: str,
-        *,
-        rungs: Mapping[Direction, Sequence[str]] | None = None,
-        backend: str = AUTO,
-        threads: int = 1,
-    ) -> None:
-        first = {Direction.FORWARD: activations, Direction.BACKWARD: gradients}
-        tables = {d: [CodecSpec.parse(text) for text in (rungs or {}).get(d, [spec])] for d, spec in first.items()}
-        specs = [RawSpec("fp32"), *tables[Direction.FORWARD], *tables[Direction.BACKWARD]]
-        self.codecs: tuple[Codec, ...] = tuple(get_codec(spec, backend=backend, threads=threads) for spec in specs)
-        first_gradient = 1 + len(tables[Direction.FORWARD])
-        self._choices = {
-            Direction.FORWARD: range(1, first_gradient),
-            Direction.BACKWARD: range(first_gradient, len(specs)),
-        }
+    def __init__(self, wire: WireConfig) -> None:
+        first, rungs = wire.specs(), wire.rungs()
+        specs: list[CodecSpec] = [RawSpec("fp32")]
+        self._choices: dict[Direction, range] = {}
         # By direction: (first step, index), newest last. Replaced as a whole, because other threads read it.
-        self._in_force: dict[Direction, tuple[tuple[int, int], ...]] = {
-            d: ((0, self._choices[d][tables[d].index(CodecSpec.parse(spec))]),) for d, spec in first.items()
-        }
+        self._in_force: dict[Direction, tuple[tuple[int, int], ...]] = {}
+        for direction, name in CARRIED.items():
+            choice = [CodecSpec.parse(text) for text in rungs[name]]
+            self._choices[direction] = range(len(specs), len(specs) + len(choice))
+            self._in_force[direction] = ((0, len(specs) + choice.index(CodecSpec.parse(first[name]))),)
+            specs += choice
+        self.codecs: tuple[Codec, ...] = tuple(
+            get_codec(spec, backend=wire.backend, threads=wire.threads) for spec in specs
+        )
 
     def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """Compile or load every kernel for tensors of this shape; CodecError if a codec or backend cannot take them."""

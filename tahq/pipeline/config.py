@@ -47,16 +47,7 @@ class TrainingConfig(Section):
     """Samples per optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that pass through the pipeline together."""
-    optimizer: Literal[
-        "adamw",
-        "sgd",
-        "ema_sgd",
-        "fp8_adamw",
-        "adamw8bit",
-        "adamw_bf16",
-        "qgalore",
-        "galore",
-    ] = "adamw"
+    optimizer: Literal["adamw", "sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16", "qgalore", "galore"] = "adamw"
     """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT), `adamw8bit` and
     `adamw_bf16` are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
     fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
@@ -105,11 +96,8 @@ class TrainingConfig(Section):
         misfit = self.phases.misfit(self.steps, f"steps {self.steps}") if self.steps is not None else ""
         if misfit:
             raise ValueError(misfit)
-        if self.is_fused:
-            self._check_fused()
-        return self
-
-    def _check_fused(self) -> None:
+        if not self.is_fused:
+            return self
         if self.num_micro_batches > 1:
             raise ValueError(
                 f"qgalore.fused updates within the backward of the only micro-batch, but there are "
@@ -125,6 +113,7 @@ class TrainingConfig(Section):
                 "qgalore.fused cannot skip a non-finite step, because part of it is applied already; "
                 "set non_finite to halt, or fused to false"
             )
+        return self
 
     @property
     def phases(self) -> Phases:
@@ -168,17 +157,12 @@ class PipelineConfig(Section):
     """The cost of a layer: counted multiplications, or measured times of forward and backward."""
 
     @model_validator(mode="after")
-    def _listed_layers_fit(self) -> "PipelineConfig":
+    def _consistent(self) -> "PipelineConfig":
         if self.layers is not None and len(self.layers) != self.num_chunks:
             of = f"{self.stages} times {self.chunks} chunks" if self.chunks > 1 else f"stages is {self.stages}"
             raise ValueError(f"layers lists {len(self.layers)} {'chunks' if self.chunks > 1 else 'stages'}, {of}")
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_exists(self) -> "PipelineConfig":
         try:
-            # with 1 micro-batch; depths are checked against the step's number by the whole configuration
-            generate(self.schedule, self.stages, 1, depths=self.depths, chunks_per_stage=self.chunks)
+            self._schedule(1)  # depths are checked against the step's micro-batches by the whole configuration
         except ScheduleError as error:
             raise ValueError(str(error)) from error
         return self
@@ -199,8 +183,9 @@ class PipelineConfig(Section):
         Raises:
             ScheduleError: unsuitable depths.
         """
-        schedule = generate(
-            self.schedule, self.stages, num_micro_batches, depths=self.depths, chunks_per_stage=self.chunks
-        )
+        schedule = self._schedule(num_micro_batches)
         validate(schedule)
         return schedule
+
+    def _schedule(self, num_micro_batches: int) -> Schedule:
+        return generate(self.schedule, self.stages, num_micro_batches, depths=self.depths, chunks_per_stage=self.chunks)

@@ -20,16 +20,57 @@ import torch
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
+from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.slice import sharing_copies_of
+from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.boundary import Boundary
-from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
-from tahq.pipeline.gradients import scale_gradients, summed_cross_entropy
+from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, scale_gradients, summed_cross_entropy
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.spans import Stopwatch
-from tahq.pipeline.tie import TiedEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of the model with the cuts on either side; None at the ends of the model."""
+
+    module: ModelSlice
+    incoming: Boundary | None
+    outgoing: Boundary | None
+
+    def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+        """Tokens [B, S] or activations [B, S, C] -> logits [B, S, V], or activations in fp32 where they cross a cut.
+
+        With `bf16` the module computes under autocast.
+        """
+        y: torch.Tensor
+        if bf16:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                y = self.module(x)
+        else:
+            y = self.module(x)
+        return y if self.outgoing is None else y.float()
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes that all steps have in common."""
+
+    num_micro_batches: int
+    micro_batch: int
+    seq_len: int
+    hidden_size: int
+
+    @property
+    def boundary(self) -> tuple[int, int, int]:
+        """[B, S, C] of what crosses a cut."""
+        return (self.micro_batch, self.seq_len, self.hidden_size)
+
+    @property
+    def gradient_scale(self) -> float:
+        """See `gradients.gradient_scale`; all tokens count, labelled or not, because every stage knows their number."""
+        return gradient_scale(self.num_micro_batches * self.micro_batch * self.seq_len)
 
 
 @dataclass(slots=True)
@@ -40,7 +81,6 @@ class StepResult:
     loss_sum: float | None = None
     tokens: int | None = None
     batch_digest: str = ""
-    timing: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +185,7 @@ class StageEngine:
         self._scale_gradients(1 / self.shape.gradient_scale)
         if self.tied is not None:
             self.tied.exchange(number)
-        result = StepResult(
-            finite, batch_digest=batch.digest if batch is not None else "", timing=self.stopwatch.take()
-        )
+        result = StepResult(finite, batch_digest=batch.digest if batch is not None else "")
         if step.losses:
             result.loss_sum = math.fsum(torch.stack(step.losses).tolist())
             result.tokens = _given(batch).num_tokens
@@ -155,7 +193,8 @@ class StageEngine:
 
     def _scale_gradients(self, factor: float) -> None:
         for chunk in self.chunks.values():
-            scale_gradients(chunk.gradient_holders(), factor)
+            # everything that a backward accumulates gradients in
+            scale_gradients([*chunk.module.parameters(), *low_rank_weights(chunk.module).values()], factor)
 
     def _forward(self, step: _Step, action: Action) -> None:
         chunk, key = self.chunks[action.chunk], (action.chunk, action.micro_batch)

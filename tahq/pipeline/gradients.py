@@ -1,4 +1,4 @@
-"""Loss, gradient scale and gradient norms, such that no division of a step into micro-batches or stages changes them.
+"""Loss, gradient scale, norms and tied gradients, such that no division of a step into parts changes them.
 
 The loss of a micro-batch is a sum. Each parameter's squared norm is taken alone, in fp64; sums over parameters use
 `math.fsum`, which is exact and therefore independent of the order.
@@ -10,6 +10,9 @@ from typing import Protocol
 
 import torch
 from torch.nn import functional
+
+from tahq.comm.link.frame import Direction, Purpose
+from tahq.pipeline.boundary import Boundary
 
 IGNORED_LABEL = -100
 
@@ -85,3 +88,48 @@ def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
     gradients = [holder.grad for holder in holders if holder.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # one kernel launch for many tensors
+
+
+class TiedEmbedding:
+    """`model.tie: sync`: one stage's copies of the matrix that embedding and head share, and the link to the others.
+
+    Both copies start with the same values. In each step both ends exchange their gradients, uncompressed, and add them
+    in the same order (embedding + head), so gradients, optimizer states and weights stay equal. A tied model in one
+    process adds the two gradients in another order; against it this is exact to a tolerance only.
+
+    The boundary is None if one stage owns both copies.
+    """
+
+    def __init__(self, embedding: HoldsGradient | None, head: HoldsGradient | None, boundary: Boundary | None) -> None:
+        self._embedding = embedding
+        self._boundary = boundary
+        self.uncounted = head
+        """The copy whose gradient is left out of the global norm, which counts the other."""
+
+    def exchange(self, step: int) -> None:
+        """Replace the gradient of each owned copy by the sum of both."""
+        embedding, head = _gradient(self._embedding), _gradient(self.uncounted)
+        if embedding is None and head is not None:
+            embedding = self._swap(step, head, Direction.BACKWARD)
+        elif head is None and embedding is not None:
+            head = self._swap(step, embedding, Direction.FORWARD)
+        if embedding is None or head is None:
+            return
+        total = embedding + head
+        for holder in (self._embedding, self.uncounted):
+            if holder is not None:
+                holder.grad = total.clone()
+
+    def _swap(self, step: int, mine: torch.Tensor, direction: Direction) -> torch.Tensor:
+        if self._boundary is None:
+            raise AssertionError("a stage that owns one of two tied copies needs the link to the other")
+        theirs = self._boundary.name(step, Purpose.TIE, 0, Direction(1 - direction))
+        self._boundary.post(theirs, tuple(mine.shape))
+        self._boundary.send(self._boundary.name(step, Purpose.TIE, 0, direction), mine)
+        return self._boundary.receive(theirs)
+
+
+def _gradient(holder: HoldsGradient | None) -> torch.Tensor | None:
+    if holder is None:
+        return None
+    return torch.zeros(holder.shape, device=holder.device) if holder.grad is None else holder.grad

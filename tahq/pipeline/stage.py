@@ -24,15 +24,13 @@ from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
 from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
-from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.codec_lanes import InlineLanes, ThreadedLanes
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
-from tahq.pipeline.engine import StageEngine
-from tahq.pipeline.gradients import HoldsGradient
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
+from tahq.pipeline.gradients import HoldsGradient, TiedEmbedding
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import CudaMarks, Stopwatch
-from tahq.pipeline.tie import TiedEmbedding
-from tahq.pipeline.update.update import StageUpdate
+from tahq.pipeline.update import StageUpdate
 from tahq.quant.config import WireConfig
 from tahq.units import format_size
 
@@ -98,12 +96,10 @@ class Stage:
         low_rank = {name: w for module in modules.values() for name, w in low_rank_weights(module).items()}
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
-        self._shape = StepShape(
-            training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
-        )
-        self.update = StageUpdate(
-            training, parameters, self._module.is_decayed, plan.total_steps, tied, low_rank, self._shape
-        )
+        sizes = (training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size)
+        self._shape = StepShape(*sizes)
+        weights = (parameters, self._module.is_decayed, plan.total_steps, tied, low_rank)
+        self.update = StageUpdate(training, *weights, self._shape.gradient_scale)
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends: list[CodecEnd] = []
         for chunk in chunks.values():
@@ -141,7 +137,7 @@ class Stage:
             return
         begin_s = time.perf_counter()
         try:
-            self._new_codecs().prepare(self._shape.boundary, BOUNDARY_DTYPE, self._device)
+            CodecTable(self.plan.wire).prepare(self._shape.boundary, BOUNDARY_DTYPE, self._device)
         except CodecError as error:
             raise ConfigError(f"stage {self.plan.stage}: wire: {error}") from error
         log.info("codecs ready in %.2f s", time.perf_counter() - begin_s)
@@ -198,22 +194,11 @@ class Stage:
         return Chunk(module, self._boundaries.get(number - 1), self._boundaries.get(number))
 
     def _boundary(self, link: int) -> Boundary:
-        identity, codecs = CutIdentity(self.plan.run, self.plan.seed, link), self._new_codecs()
+        identity, codecs = CutIdentity(self.plan.run, self.plan.seed, link), CodecTable(self.plan.wire)
         stages, follow = self.plan.pipeline.stages, self.plan.wire.follow
         (peer,) = {link % stages, (link + 1) % stages} - {self.plan.stage}
         every = follow.guard.measure_every if follow is not None and follow.guard.max_error is not None else None
         return Boundary(self._transports[link], identity, codecs, self._device, self.stopwatch, peer, every)
-
-    def _new_codecs(self) -> CodecTable:
-        wire = self.plan.wire
-        rungs = wire.rungs()
-        return CodecTable(
-            wire.activations,
-            wire.gradients,
-            rungs={Direction.FORWARD: rungs["activations"], Direction.BACKWARD: rungs["gradients"]},
-            backend=wire.backend,
-            threads=wire.threads,
-        )
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         stage, pipeline = self.plan.stage, self.plan.pipeline

@@ -35,9 +35,9 @@ from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
 from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
+from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan
-from tahq.pipeline.update.optimizer import low_rank_settings
 
 # -- what the configuration says about one machine -------------------------------------------------------
 

@@ -1,36 +1,88 @@
-"""A worker's end of the control channel: joining, messages, and what the coordinator knows of this worker."""
+"""A worker's side of the run: it joins, then computes steps, each applied as the coordinator decides.
+
+compute, PREPARE → COMMIT, apply, checkpoint if one is due
+"""
 
 import logging
 import os
-import signal
 import socket
-from collections.abc import Callable
-from types import FrameType
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar, overload
 
-from tahq import __version__
+import torch
+
+from tahq import __version__, fault_points
 from tahq.comm.control.client import ControlClient, ControlHooks
 from tahq.comm.control.messages import (
     Abort,
     Assign,
     Bye,
+    Commit,
+    Evaluated,
     Join,
     Message,
     Order,
+    Plan,
+    Prepare,
     Refuse,
     Rejoin,
+    Snapshotted,
     StandBy,
     StartOver,
-    StopRequest,
 )
+from tahq.comm.keys import Credentials
 from tahq.comm.link.shaping import Shaping
-from tahq.errors import InterruptedRunError, RefusedError, RemoteProtocolError, RunAbortedError, StartOverError
-from tahq.worker.place import WorkerOptions
+from tahq.errors import (
+    NonFiniteError,
+    RefusedError,
+    RemoteProtocolError,
+    RunAbortedError,
+    SnapshotError,
+    StartOverError,
+)
+from tahq.fault_points import reached
+from tahq.pipeline.checkpoint.durable_file import wait_for_room
+from tahq.pipeline.checkpoint.manifest import snapshot_folder
+from tahq.pipeline.checkpoint.snapshot import prune
+from tahq.pipeline.checkpoint.stage_file import write_stage
+from tahq.pipeline.checkpoint.writer import SnapshotWriter
+from tahq.pipeline.engine import StepResult
+from tahq.pipeline.stage import Stage, keep_batch
+from tahq.pipeline.step_meter import StepMeter
+from tahq.worker.assembly import Assembly, snapshots_folder
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
 N = TypeVar("N")
 O = TypeVar("O")  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker is told on its command line; all else comes from the coordinator.
+
+    `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
+    `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
+    this one takes its stage from its holder. Without `credentials` there is no CURVE. A `spare` waits for the
+    stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
+    One that `replaces_host` was started with --takeover, perhaps on another machine than its stage was planned for.
+    """
+
+    stage: int
+    peer: str
+    bind: str | None = None
+    advertise: str | None = None
+    device: str | None = None
+    worker_id: str = ""
+    takeover: bool = False
+    credentials: Credentials | None = None
+    spare: bool = False
+    stands_by: bool = False
+    replaces_host: bool = False
 
 
 class WorkerControl:
@@ -46,14 +98,19 @@ class WorkerControl:
         self, options: WorkerOptions, interrupt: Callable[[Exception], None], obey: Callable[[Order], None]
     ) -> None:
         self._options = options
-        self._interrupt = interrupt
-        self._obey = obey
         self._run_id = 0
         self.stage = options.stage
         self.step = -1
         """The step that is being computed, from 0; -1 before the first."""
         self.num_decided: int | None = None
         """Steps whose decisions this worker has; None before it trains."""
+
+        def on_order(order: Order | StartOver) -> None:
+            if isinstance(order, StartOver):
+                interrupt(StartOverError(order.reason))
+            else:
+                obey(order)
+
         self._client = ControlClient(
             options.peer,
             f"stage {options.stage}" if options.stage >= 0 else "worker",
@@ -65,7 +122,7 @@ class WorkerControl:
                 on_abort=lambda abort: interrupt(_aborted(abort)),
                 on_lost=interrupt,
                 on_return=self._on_return,
-                on_order=self._on_order,
+                on_order=on_order,
             ),
         )
         self.send = self._client.send
@@ -86,11 +143,7 @@ class WorkerControl:
         self._client.set_activity(self.stage, self.step, activity)
 
     def join(self) -> Assign | Bye:
-        """Ask for a stage and wait for it; Bye: a spare is not needed.
-
-        Raises:
-            RefusedError, RunAbortedError, StartOverError, PeerLostError: see `receive`.
-        """
+        """Ask for a stage and wait for it; Bye: a spare is not needed. Errors as of `receive`."""
         self.working("joining")
         options = self._options
         who = (options.stage, __version__, socket.gethostname(), os.getpid(), options.worker_id, options.takeover)
@@ -139,12 +192,6 @@ class WorkerControl:
             f"{' or '.join(kind.__name__ for kind in expected)}; are both the same version of tahq?"
         )
 
-    def _on_order(self, order: Order | StartOver) -> None:
-        if isinstance(order, StartOver):
-            self._interrupt(StartOverError(order.reason))
-        else:
-            self._obey(order)
-
     def _on_return(self) -> Message:
         """The coordinator was restarted: a worker that trains continues, any other starts over."""
         if self.num_decided is None:
@@ -156,39 +203,172 @@ def _aborted(abort: Abort) -> RunAbortedError:
     return RunAbortedError(abort.message, abort.exit_status)
 
 
-class WorkerSignals:
-    """SIGINT and SIGTERM: the first asks for an orderly stop within `grace_s`, the second ends the process at once."""
+class WorkerTraining:
+    """One stage's steps, each as the coordinator decides it.
 
-    def __init__(self, control: WorkerControl) -> None:
+    Args:
+        control: the channel to the coordinator.
+        stage: computes the steps.
+        assembly: the parts that the stage was made of.
+        plan: the coordinator's.
+        offer: called with hash and place of every file of a checkpoint that is written, in any thread.
+    """
+
+    def __init__(
+        self,
+        control: WorkerControl,
+        stage: Stage,
+        assembly: Assembly,
+        plan: Plan,
+        offer: Callable[[str, Path], None],
+    ) -> None:
         self._control = control
-        self._numbers: list[int] = []
-        self._is_reported = False
-        self.grace_s: float | None = None
-        """How long the step and its checkpoint may take after SIGTERM; None: not known yet."""
-
-    def install(self) -> None:
-        """Handle the signals here; called by the main thread."""
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGALRM, self._end_grace)
-
-    def report(self) -> None:
-        """Ask the coordinator to stop the run, once, if a signal has come."""
-        if self._numbers and not self._is_reported:
-            self._is_reported = True
-            self._control.send(StopRequest(self._control.stage, self._numbers[0]))
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._numbers.append(number)
-        if len(self._numbers) > 1 or self._control.step < 0 or self.grace_s is None:
-            raise InterruptedRunError(f"stage {self._control.stage} stopped by {signal.Signals(number).name}", number)
-        if number == signal.SIGTERM:
-            signal.setitimer(signal.ITIMER_REAL, self.grace_s)
-
-    def _end_grace(self, number: int, frame: FrameType | None) -> None:
-        """Leave, whatever the main thread is doing or waiting for."""
-        raise InterruptedRunError(
-            f"stage {self._control.stage} stopped by SIGTERM: step {self._control.step + 1} and its checkpoint took "
-            f"longer than run.grace ({self.grace_s:g} s), so they are given up",
-            signal.SIGTERM,
+        self._stage = stage
+        self._assembly = assembly
+        self._offer = offer
+        self._config = config = assembly.config
+        self._run_folder = Path(config.run.dir) / config.run.name
+        self._writer = SnapshotWriter(self._write_snapshot, config.run.snapshot_buffers, stage.stopwatch)
+        self._last_checkpoint: int | None = None
+        """Steps behind the run's last checkpoint, which waits for room on a full disk; None: it is not due yet."""
+        self._complete_snapshot = assembly.assign.start_step
+        """Steps behind the newest checkpoint that all stages have written, as the coordinator has said."""
+        peers = {int(link): int(peer_stage) for link, peer_stage, *_ in plan.links}
+        # the coordinator has no times of steps that are computed again
+        self._meter = StepMeter(
+            stage.stopwatch, control.stage, peers, lambda step: step >= plan.live_step and config.run.is_traced(step)
         )
+
+    def run(self, first_step: int) -> None:
+        """Compute from a step on until the coordinator commits the last one."""
+        control, stage, meter = self._control, self._stage, self._meter
+        meter.begin(first_step)
+        control.num_decided = first_step
+        for step in range(first_step, stage.plan.total_steps):
+            control.step = step
+            result = stage.engine.run_step(step)
+            reached(fault_points.BEFORE_PREPARE, stage=control.stage, step=step)
+            control.send(self._prepare(step, result))
+            reached(fault_points.PREPARED, stage=control.stage, step=step)
+            control.working("commit")
+            commit = self._await_commit(step)
+            control.num_decided = step + 1
+            reached(fault_points.COMMITTING, stage=control.stage, step=step)
+            self._send_trace(step)
+            meter.begin(step + 1)
+            self._writer.hold_back_changes()
+            self._carry_out(commit)
+            if commit.stop:
+                self._send_trace(None)  # before the report of the last checkpoint, which BYE follows
+            self._snapshot(commit)
+            if commit.stop:
+                return
+
+    def _prepare(self, step: int, result: StepResult) -> Prepare:
+        stage, meter = self._stage, self._meter
+        meter.note(stage.take_link_stats())
+        with stage.stopwatch.measure("norms"):
+            norm2 = stage.update.squared_norms()
+        return Prepare(
+            step=step,
+            stage=self._control.stage,
+            norm2=norm2,
+            finite=result.finite,
+            loss_sum=result.loss_sum,
+            tokens=result.tokens,
+            batch_digest=result.batch_digest,
+            timing=stage.stopwatch.take(),
+            links=meter.take_rows(),
+            codec_state_bytes=stage.codec_state_nbytes,
+            active_s=meter.active_s,
+            codec_errors=[[float(e.link), float(e.direction), e.relative_error] for e in stage.take_codec_errors()],
+        )
+
+    def _await_commit(self, step: int) -> Commit:
+        try:
+            with self._stage.stopwatch.measure("commit"):
+                commit = self._control.receive(Commit)
+        except RunAbortedError as error:
+            if error.exit_status == NonFiniteError.exit_status:
+                self._keep_batch(step)
+            raise
+        if commit.step != step:
+            raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
+        return commit
+
+    def _send_trace(self, step: int | None) -> None:
+        """Send the traces that are complete when `step` is committed; None: all that are left."""
+        if step is None or self._stage.stopwatch.is_recording:
+            self._meter.note(self._stage.take_link_stats())
+        for part in self._meter.trace(step):
+            self._control.send(part)
+
+    def _carry_out(self, commit: Commit) -> None:
+        stage = self._stage
+        with stage.stopwatch.measure("optimizer"):
+            if commit.apply:
+                stage.update.apply(commit.step, commit.clip_factor)
+            else:
+                stage.update.discard()
+                self._keep_batch(commit.step)
+        stage.use_codecs(commit.step + 1, commit.codecs)
+        if commit.evaluate:
+            self._control.working("evaluate")
+            sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches)
+            if sums is not None:
+                self._control.send(Evaluated(commit.step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))
+            self._meter.begin(commit.step + 1)
+
+    def _keep_batch(self, step: int) -> None:
+        """Keep the samples of a step that had NaN or infinity; the first stage does so for all."""
+        batch = self._stage.engine.batch
+        if self._control.stage != 0 or batch is None:
+            return
+        try:
+            path = keep_batch(self._run_folder / "non_finite", step + 1, batch)
+        except SnapshotError as error:
+            log.warning("the batch of step %d, which had NaN or infinity, is not kept: %s", step + 1, error)
+        else:
+            log.warning("step %d had NaN or infinity; its batch is in %s", step + 1, path)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def _snapshot(self, commit: Commit) -> None:
+        """Have a due checkpoint written; after the last step, return when all are written and reported."""
+        self._complete_snapshot = commit.complete_snapshot
+        if commit.snapshot:
+            self._control.working("snapshot")
+            # nothing changes after the last step, and state that memory has no room for cannot be copied
+            copy = not (commit.stop or self._stage.keeps_state_on_disk)
+            self._last_checkpoint = commit.step + 1 if commit.stop else None
+            self._writer.take(commit.step + 1, self._stage.tensors(), copy=copy)
+        if commit.stop:
+            self._writer.finish()
+
+    def _write_snapshot(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write this stage's part of the checkpoint after `step` steps and report it, a failure too; in any thread.
+
+        If the disk is full, the next checkpoint replaces this one; the last one waits for room.
+        """
+        number, snapshots = self._control.stage, snapshots_folder(self._config)
+        folder = snapshot_folder(snapshots, step)
+        write = partial(write_stage, folder, number, tensors, self._assembly.meta(step))
+        try:
+            is_last = step == self._last_checkpoint
+            written = wait_for_room(write, self._config.run.give_up, self._wait_for_room) if is_last else write()
+        except SnapshotError as error:
+            self._control.send(Snapshotted(step, number, "", "", 0, error=str(error)))
+            return
+        if isinstance(self._config.hosts, list):
+            try:
+                prune(snapshots, self._config.run.keep_snapshots, self._complete_snapshot, self._complete_snapshot)
+            except SnapshotError as error:  # the new checkpoint is complete regardless
+                log.warning("%s", error)
+        self._offer(written.sha256, folder / written.file)
+        self._control.send(Snapshotted(step, number, written.file, written.sha256, written.nbytes))
+
+    def _wait_for_room(self, seconds: float) -> None:
+        """Sleep while the disk has no room for the last checkpoint; leaves if the run is aborted."""
+        self._control.working("waiting for room on the disk")
+        time.sleep(seconds)
+        self._control.check_aborted()

@@ -1,26 +1,148 @@
-"""A worker's links, opened by the main thread as the plan says and changed as the coordinator orders.
+"""A worker's addresses, the sockets of its links, and the links, which change as the coordinator orders.
 
-Orders come in the control thread, which obeys at once, since the main thread may be waiting for a frame of the very
-peer that an order is about.
+The main thread opens the links. Orders come in the control thread, which obeys at once, since the main thread may be
+waiting for a frame of the very peer that an order is about.
 """
 
+import logging
+import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
+import torch
+
+from tahq.comm.config import host_shaping
 from tahq.comm.control.messages import (
+    Assign,
     Hold,
+    LinkState,
+    Message,
+    NotKept,
     Plan,
     Published,
     Relink,
     Relinked,
     Widen,
 )
+from tahq.comm.link.frame_log import FrameLog
+from tahq.comm.link.inbound import memory_for
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
-from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.addresses import format_address, local_address_towards
+from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
+from tahq.comm.zmq.endpoint_loop import Trouble
 from tahq.comm.zmq.transport import Wanted, ZmqTransport
-from tahq.errors import RemoteProtocolError, TahqError
+from tahq.config.cluster import ClusterConfig
+from tahq.errors import RemoteProtocolError, TahqError, UserError
+from tahq.worker.control import WorkerOptions
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[Message], None]
+COPY_RATE_SHARE = 0.05
+"""Share of this host's configured receiving rate that copies of checkpoints may take."""
+COPY_RATE_BITS_PER_S = 10e6
+"""Rate of copies where no rate is configured."""
+
+
+def open_endpoint(
+    options: WorkerOptions, assign: Assign, config: ClusterConfig, device: torch.device, send: Send
+) -> ZmqEndpoint:
+    """The sockets of a stage's links; trouble with a link or its frame log is reported with `send`.
+
+    Raises:
+        UserError: the address is malformed or in use.
+    """
+    stage, run = assign.stage, config.run
+    report = partial(_try_to_send, send)
+
+    def on_trouble(trouble: Trouble) -> None:
+        spec, figures = trouble.spec, (trouble.lasted_s, trouble.num_sent_again)
+        report(LinkState(stage, spec.link, spec.peer_stage, trouble.reason, *figures))
+
+    def frame_log(link: int) -> FrameLog:
+        frames = Path(run.dir) / run.name / "frames"
+        return FrameLog(
+            frames / f"stage-{stage:03d}" / f"link-{link:03d}",
+            link,
+            run.frame_log // (2 * config.pipeline.chunks),
+            on_given_up=lambda reason: report(NotKept(stage, link, reason)),
+            inside=frames,
+        )
+
+    # links over gloo and NCCL cannot reconnect, so frames that were sent need not be kept for a new process
+    can_reconnect = config.links.inside == "zmq" or not any(config.sites)
+    bind, advertise = listening_addresses(options, config, stage)
+    return ZmqEndpoint(
+        PeerIdentity(assign.run_id, 0, stage, assign.config_hash),
+        EndpointSettings(
+            bind=bind,
+            advertise=advertise,
+            shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.stages),
+            peer_timeout_s=run.peer_timeout,
+            heartbeat_s=run.peer_timeout / 5,
+            give_up_s=run.give_up,
+            first=config.links.first,
+            connections=config.links.connections,
+            allocate=memory_for(device),
+            keys=options.credentials.own if options.credentials is not None else None,
+            on_trouble=on_trouble,
+            frame_log=frame_log if run.frame_log and can_reconnect else None,
+        ),
+    )
+
+
+def _try_to_send(send: Send, message: Message) -> None:
+    with suppress(TahqError):  # a coordinator that is lost is noticed elsewhere, and ends the run
+        send(message)
+
+
+def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
+    """Address to bind, and address that neighbours dial if it differs; port 0 of the latter stands for the bound port.
+
+    The command line comes first, then the stage's `hosts:` entry, then the address from which this machine reaches the
+    coordinator. The entry describes the machine that was planned for the stage: a spare, or a worker that takes the
+    stage over on a machine without the entry's address, does not use it.
+    """
+    bind, advertise = format_address(local_address_towards(options.peer), 0), None
+    if isinstance(config.hosts, list) and not options.spare:
+        host = config.hosts[stage]
+        if not options.replaces_host or _is_local_address(host.address):
+            bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
+        elif options.advertise is None:
+            log.warning(
+                "this machine does not have the address %s of hosts.%d, so neighbours are told %s; if they reach it "
+                "at another address, give --advertise",
+                *(host.address, stage, options.bind or bind),
+            )
+    return options.bind or bind, options.advertise or advertise
+
+
+def _is_local_address(host: str) -> bool:
+    """Whether a name or IP address is one of this machine's: what is sent there then has it as its source, too."""
+    try:
+        addresses = {str(row[4][0]) for row in socket.getaddrinfo(host, None)}
+        return local_address_towards(format_address(host, 9)) in addresses
+    except (OSError, UserError):
+        return False
+
+
+def control_shaping(config: ClusterConfig) -> Shaping:
+    """Shaping of the path to the coordinator; control messages are small, and do not count towards caps."""
+    return Shaping() if config.hosts == "namespaces" else Shaping(config.links.rate, config.links.delay)
+
+
+def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
+    """Rate at which a stage's worker fetches copies: `run.copy_rate`, or a share of its host's receiving rate."""
+    if config.run.copy_rate is not None:
+        return config.run.copy_rate
+    rate = host_shaping(config.links, config.hosts, stage, config.pipeline.stages).down_bits_per_s
+    return COPY_RATE_SHARE * rate if rate < float("inf") else COPY_RATE_BITS_PER_S
+
 
 LinkOrder = Relink | Widen | Hold | Published
 """Orders about links."""
@@ -37,14 +159,14 @@ class WorkerLinks:
         answer: sends an answer to the coordinator; called in any thread.
     """
 
-    def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Callable[[Relinked], None]) -> None:
+    def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Send) -> None:
         self._endpoint = endpoint
         self._stage = stage
         self._answer = answer
         self._lock = threading.Lock()
         self._epoch = 0
-        self._early: list[LinkOrder] = []
-        self._is_open = False
+        self._early: list[LinkOrder] | None = []
+        """Orders that came before the links were open; None: they are open."""
 
     def open(self, plan: Plan, timeout_s: float, open_group: OpenGroup) -> dict[int, Transport]:
         """Open the plan's links and wait until all are connected; by number.
@@ -57,13 +179,12 @@ class WorkerLinks:
         self._epoch = plan.epoch
         self._endpoint.set_epoch(plan.epoch, plan.start_step)
         links: dict[int, ZmqTransport] = {}
-        for row in plan.links:
-            link, peer_stage, peer_name, dial, _, peer_key = row
+        for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
             names = (int(link), int(peer_stage), str(peer_name), str(dial), str(peer_key))
             links[int(link)] = self._endpoint.open_link(*names, wanted.get(int(link), Wanted()))
         with self._lock:
-            self._is_open = True
-            for order in self._early:
+            early, self._early = self._early or [], None
+            for order in early:
                 self._obey(order)
         self._endpoint.wait_connected(timeout_s)
         return {
@@ -74,14 +195,14 @@ class WorkerLinks:
     def obey(self, order: LinkOrder) -> None:
         """Carry out an order, now or when the links are open."""
         with self._lock:
-            if self._is_open:
+            if self._early is None:
                 self._obey(order)
             else:
                 self._early.append(order)
 
     def say_lacking(self, link: int) -> None:
         """Tell the coordinator that the frames which a neighbour needs again on this link are lost."""
-        self._say(Relinked(self._stage, self._epoch, [link]))
+        _try_to_send(self._answer, Relinked(self._stage, self._epoch, [link]))
 
     def _obey(self, order: LinkOrder) -> None:
         if isinstance(order, Relink):
@@ -98,7 +219,7 @@ class WorkerLinks:
         self._epoch = order.epoch
         wanted = _wanted(order.wanted)
         lacking = [link for link, row in wanted.items() if not self._endpoint.has_log(link, row.since)]
-        answer = partial(self._say, Relinked(self._stage, order.epoch, lacking))
+        answer = partial(_try_to_send, self._answer, Relinked(self._stage, order.epoch, lacking))
         if lacking:
             answer()
             return
@@ -106,10 +227,6 @@ class WorkerLinks:
             row = wanted[int(link)]
             self._endpoint.relink(int(link), order.epoch, str(peer_name), str(dial), row, str(peer_key))
         self._endpoint.after_that(answer)  # the new process may dial at once
-
-    def _say(self, relinked: Relinked) -> None:
-        with suppress(TahqError):  # a coordinator that is lost is noticed elsewhere
-            self._answer(relinked)
 
 
 def _wanted(rows: Iterable[Sequence[int]]) -> dict[int, Wanted]:

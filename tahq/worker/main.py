@@ -8,11 +8,13 @@ Two threads beside the compute loop: one owns the data sockets (`ZmqEndpoint`), 
 """
 
 import logging
+import re
 import signal
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -29,42 +31,37 @@ from tahq.comm.control.messages import (
     Published,
     Ready,
     Start,
+    StopRequest,
 )
 from tahq.comm.group.transport import GroupSpec, GroupTransport, open_group
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.transport import Transport
 from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.comm.zmq.files import pieces
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.comm.zmq.transport import ZmqTransport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
+from tahq.config.stage_estimate import memory_savings, stage_estimate
 from tahq.errors import (
     FrameLogError,
+    InterruptedRunError,
+    OutOfMemoryError,
     PeerLostError,
     RefusedError,
     RemoteProtocolError,
     RunAbortedError,
     StartOverError,
     TahqError,
+    UserError,
 )
 from tahq.fault_points import reached
-from tahq.memory.free_memory import is_out_of_memory
+from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.pipeline.checkpoint.copies import CheckpointCopies
 from tahq.pipeline.schedule.schedule import Action, ActionKind
-from tahq.worker.assembly import Assembly, compute_device
-from tahq.worker.control import WorkerControl, WorkerSignals
-from tahq.worker.links import LinkOrder, WorkerLinks
+from tahq.worker.assembly import Assembly, compute_device, computes_in_bf16, resolved_spec
+from tahq.worker.control import WorkerControl, WorkerOptions, WorkerTraining
+from tahq.worker.links import LinkOrder, WorkerLinks, control_shaping, copy_rate_bits_per_s, open_endpoint
 from tahq.worker.measuring import measure
-from tahq.worker.out_of_memory import out_of_memory
-from tahq.worker.place import (
-    WorkerOptions,
-    control_shaping,
-    copy_rate_bits_per_s,
-    listening_addresses,
-    open_endpoint,
-)
-from tahq.worker.training import WorkerTraining
 
 log = logging.getLogger(__name__)
 _POINTS = (fault_points.BACKWARD, fault_points.FORWARD)
@@ -131,7 +128,7 @@ class Worker:
         spare_device = config.run.device if options.spare else None
         self.device = device = compute_device(config, assign.stage, options.device or spare_device)
         if assign.is_measuring:
-            return measure(control, assign, config, device, listening_addresses(options, config, assign.stage))
+            return measure(control, options, assign, config, device)
         self._endpoint = endpoint = open_endpoint(options, assign, config, device, control.send)
         self._copies = copies = self._open_copies(assign, config, endpoint)
         try:
@@ -147,7 +144,10 @@ class Worker:
         plan = control.receive(Plan, Bye)
         if not isinstance(plan, Plan):
             return 0  # all steps are done
-        stage = assembly.connect(plan, self._connect(plan, assembly, links), self._before_action)
+        control.working("connecting")
+        reached(fault_points.HANDSHAKE, stage=assign.stage, step=plan.start_step)
+        transports = links.open(plan, config.run.join_timeout, partial(self._open_group, assembly, plan))
+        stage = assembly.connect(plan, transports, self._before_action)
         control.working("preparing the codecs")
         stage.prepare()
         training = WorkerTraining(control, stage, assembly, plan, copies.offer)
@@ -179,13 +179,9 @@ class Worker:
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""
         signal.setitimer(signal.ITIMER_REAL, 0)  # this worker is leaving
-        if self._copies is not None:
-            self._copies.close()
-        for group in self._groups:
-            group.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
-        self.control.close()
+        for part in (self._copies, *self._groups, self._endpoint, self.control):
+            if part is not None:
+                part.close()
 
     def _configure(self, config: ClusterConfig) -> None:
         """Apply what `run:` says about this process."""
@@ -206,25 +202,21 @@ class Worker:
         fetch, report = partial(pieces, endpoint.fetching), self.control.send
         return CheckpointCopies(assign, folder, config.pipeline.stages, rate, fetch, offer, report)
 
-    def _connect(self, plan: Plan, assembly: Assembly, links: WorkerLinks) -> dict[int, Transport]:
-        assign, config = assembly.assign, assembly.config
-
-        def group(link: ZmqTransport, dial: str, transport: str) -> Transport:
-            if transport not in ("gloo", "nccl"):
-                raise RemoteProtocolError(f"the plan has a link over {transport!r}; expected zmq, gloo or nccl")
-            spec = GroupSpec(
-                backend="nccl" if transport == "nccl" else "gloo",
-                identity=PeerIdentity(assign.run_id, plan.epoch, assign.stage, assign.config_hash),
-                dial=dial,
-                device=assembly.device,
-                timeout_s=config.run.peer_timeout,
-            )
-            self._groups.append(open_group(link, spec))
-            return self._groups[-1]
-
-        self.control.working("connecting")
-        reached(fault_points.HANDSHAKE, stage=assign.stage, step=plan.start_step)
-        return links.open(plan, config.run.join_timeout, group)
+    def _open_group(
+        self, assembly: Assembly, plan: Plan, link: ZmqTransport, dial: str, transport: str
+    ) -> GroupTransport:
+        if transport not in ("gloo", "nccl"):
+            raise RemoteProtocolError(f"the plan has a link over {transport!r}; expected zmq, gloo or nccl")
+        assign = assembly.assign
+        spec = GroupSpec(
+            backend="nccl" if transport == "nccl" else "gloo",
+            identity=PeerIdentity(assign.run_id, plan.epoch, assign.stage, assign.config_hash),
+            dial=dial,
+            device=assembly.device,
+            timeout_s=assembly.config.run.peer_timeout,
+        )
+        self._groups.append(open_group(link, spec))
+        return self._groups[-1]
 
     def _before_action(self, step: int, action: Action) -> None:
         self.control.working(str(action))
@@ -243,3 +235,104 @@ class Worker:
     def _interrupt_links(self, reason: Exception) -> None:
         if self._endpoint is not None:
             self._endpoint.abort(reason)
+
+
+class WorkerSignals:
+    """SIGINT and SIGTERM: the first asks for an orderly stop within `grace_s`, the second ends the process at once."""
+
+    def __init__(self, control: WorkerControl) -> None:
+        self._control = control
+        self._numbers: list[int] = []
+        self._is_reported = False
+        self.grace_s: float | None = None
+        """How long the step and its checkpoint may take after SIGTERM; None: not known yet."""
+
+    def install(self) -> None:
+        """Handle the signals here; called by the main thread."""
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGALRM, self._end_grace)
+
+    def report(self) -> None:
+        """Ask the coordinator to stop the run, once, if a signal has come."""
+        if self._numbers and not self._is_reported:
+            self._is_reported = True
+            self._control.send(StopRequest(self._control.stage, self._numbers[0]))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._numbers.append(number)
+        if len(self._numbers) > 1 or self._control.step < 0 or self.grace_s is None:
+            raise InterruptedRunError(f"stage {self._control.stage} stopped by {signal.Signals(number).name}", number)
+        if number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+
+    def _end_grace(self, number: int, frame: FrameType | None) -> None:
+        """Leave, whatever the main thread is doing or waiting for."""
+        raise InterruptedRunError(
+            f"stage {self._control.stage} stopped by SIGTERM: step {self._control.step + 1} and its checkpoint took "
+            f"longer than run.grace ({self.grace_s:g} s), so they are given up",
+            signal.SIGTERM,
+        )
+
+
+# -- the error of a device that is out of memory -----------------------------------------------------
+
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_GENERAL = (
+    "use a smaller training.micro_batch, training.activation_checkpointing: block, more stages, or fewer layers on "
+    "this stage (pipeline.layers)"
+)
+
+
+def out_of_memory(
+    error: BaseException, stage: int, config: ClusterConfig | None = None, device: torch.device | None = None
+) -> OutOfMemoryError:
+    """In one line the failed allocation, the stage's needs (by `stage_estimate`, a lower bound) and helpful changes.
+
+    `config` is resolved; it and `device` are None if they were not known yet.
+    """
+    parts = [f"stage {stage} is out of memory: {_wanted(error, device)}"]
+    parts += _estimate(config, stage, device) if config is not None and device is not None else [_GENERAL]
+    return OutOfMemoryError("; ".join([*parts, "`tahq-launch --dry-run` shows the estimate of every stage"]))
+
+
+def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> list[str]:
+    """The needs and the advice; if they cannot be estimated, the advice without numbers."""
+    bf16 = computes_in_bf16(config, device)
+    try:
+        spec = resolved_spec(config, None)
+        memory = stage_estimate(config, spec, stage, bf16=bf16)
+        helpful = memory_savings(config, spec, stage, bf16=bf16, on_cpu=device.type == "cpu")
+        depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage)
+    except (UserError, ValueError, MemoryError, RuntimeError):
+        return [_GENERAL]
+    kinds = memory.kinds()
+    activations = kinds.pop("activations")
+    rest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
+    held = f"activations {size(activations)} ({depth} micro-batches in flight, {size(activations / depth)} each)"
+    advice = ", ".join(f"{change} ({size(saved)} less)" for change, saved in helpful)
+    return [
+        f"it needs {size(memory.total)} or more: {held}, {rest}",
+        f"what would help, by that estimate: {advice}" if advice else _GENERAL,
+    ]
+
+
+def _wanted(error: BaseException, device: torch.device | None) -> str:
+    match = _WANTED.search(str(error))
+    if match is not None:
+        text = f"{size(float(match[1]) * _UNITS[match[2]])} more were wanted"
+    else:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if device is None:
+        return text
+    try:
+        free = free_bytes(device)
+    except RuntimeError:  # a CUDA context that cannot be used any more
+        free = 0
+    return f"{text}, {size(free)} are free on {device}" if free else f"{text} on {device}"
+
+
+def size(nbytes: float) -> str:
+    """``1.25 GiB``; below a hundredth of that in MiB."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 0.01 * 2**30 else f"{nbytes / 2**20:.2f} MiB"

@@ -1,7 +1,18 @@
-"""A worker of `tahq measure`: carries out the coordinator's orders to measure, and answers other workers."""
+"""A worker of `tahq measure`: carries out the coordinator's orders to measure, and answers other workers.
 
-from collections.abc import Callable
-from typing import Self
+Of the model one block, the embedding, and the head with the loss are timed. Weights are random, whatever the run's
+are; only their sizes matter. Gradients are added up as in a step. Every part is built, timed and dropped before the
+next, so that the largest part is all that must fit.
+
+Shapes: B samples, S positions, C hidden channels, V vocabulary.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 
@@ -9,26 +20,40 @@ from tahq import __version__
 from tahq.comm.control.messages import Assign, Bye, ComputeMeasured, Hello, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
+from tahq.config.stage_estimate import micro_batch_shape
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
+from tahq.memory.saved_tensors import saved_by_block
+from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.sleeping_slice import build_sleeping_slice
+from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
+from tahq.pipeline.boundary import BOUNDARY_DTYPE
+from tahq.pipeline.gradients import summed_cross_entropy
+from tahq.plan.cluster_numbers import LayerTimes
 from tahq.plan.measure.meter import Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
-from tahq.worker.assembly import resolved_spec
-from tahq.worker.control import WorkerControl
-from tahq.worker.timing import ComputeMeasurement, seconds_per_element
+from tahq.quant import get_codec
+from tahq.quant.config import WireConfig
+from tahq.worker.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
+from tahq.worker.control import WorkerControl, WorkerOptions
+from tahq.worker.links import listening_addresses
 
 _TRIPS = 15
 _MOST_PEERS = 1024
+BUDGET_S = 0.3
+"""Repeat a measurement for at least this long …"""
+FEWEST = 3
+"""… but at least this often, and …"""
+MOST = 50
+"""… at most this often, after one repetition that is not counted."""
 
 
 def measure(
-    control: WorkerControl,
-    assign: Assign,
-    config: ClusterConfig,
-    device: torch.device,
-    listening: tuple[str, str | None],
+    control: WorkerControl, options: WorkerOptions, assign: Assign, config: ClusterConfig, device: torch.device
 ) -> int:
     """Carry out orders to measure until there are no more; returns the exit status."""
+    listening = listening_addresses(options, config, assign.stage)
     with MeasuringMember(assign, config, device, listening, control.working) as member:
         control.working("waiting for the others")
         control.send(
@@ -102,12 +127,7 @@ class MeasuringMember:
         sizes = sorted(set(order.micro_batches))
         if not sizes or sizes[0] < 1:
             raise RemoteProtocolError(f"the coordinator asked for micro-batches of {order.micro_batches}")
-        notes: list[str] = []
-        free = free_bytes(self._device)
-        times = self._layer_times(sizes, notes)
-        return ComputeMeasured(self._stage, free, times, self._codecs(order.codecs, notes), notes)
-
-    def _layer_times(self, sizes: list[int], notes: list[str]) -> list[dict[str, int | float | None]]:
+        free, notes = free_bytes(self._device), list[str]()
         measurement = ComputeMeasurement(self._config, self._stage, self._device, self._working)
         rows: list[dict[str, int | float | None]] = []
         for size in sizes:
@@ -118,30 +138,22 @@ class MeasuringMember:
                     raise
                 notes.append(f"micro-batches of {size} do not fit into the memory of {self._device}")
                 break
-        return rows
-
-    def _codecs(self, specs: list[str], notes: list[str]) -> dict[str, list[float]]:
-        config = self._config
-        hidden_size = config.model.hidden_size or resolved_spec(config, None).hidden_size
-        shape = (config.training.micro_batch, config.data.seq_len, hidden_size)
-        times: dict[str, list[float]] = {}
-        for spec in specs:
+        shape = (self._config.training.micro_batch, self._config.data.seq_len, measurement.hidden_size)
+        codecs: dict[str, list[float]] = {}
+        for spec in order.codecs:
             self._working(f"timing {spec}")
             try:
-                times[spec] = list(seconds_per_element(spec, config.wire, shape, self._device))
+                codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
             except CodecError as error:
                 notes.append(str(error))
-        return times
+        return ComputeMeasured(self._stage, free, rows, codecs, notes)
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
         peers = [_peer(row) for row in order.peers]
         if not 0 < len(peers) <= _MOST_PEERS or not 0 <= order.least_s <= order.most_s <= LONGEST_S:
             raise RemoteProtocolError(f"the coordinator asked for {len(peers)} streams of {order.most_s} s at most")
         self._working(f"measuring the path to {', '.join(dict.fromkeys(peer.host for peer in peers))}")
-        trips_s: list[float] = []
-        outward: list[float] = []
-        inward: list[float] = []
-        error = ""
+        trips_s, outward, inward, error = list[float](), list[float](), list[float](), ""
         try:
             trips_s = [self._meter.round_trip_s(peer, _TRIPS) for peer in peers]
             windows_s = [min(max(WINDOW_S, trip_s), LONGEST_S) for trip_s in trips_s]
@@ -159,3 +171,183 @@ def _peer(row: list[str | int]) -> Peer:
             return Peer(stage, host, address)
         case _:
             raise RemoteProtocolError(f"the coordinator sent a malformed peer: {row}")
+
+
+# -- timing a device ---------------------------------------------------------------------------------
+
+
+class DeviceTimer:
+    """Times work on a device, which is waited for before and after; `clock` gives monotonic seconds."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+
+    def now_s(self) -> float:
+        """The time when the device has finished its queue."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def medians_s(self, laps: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """Medians over repetitions of `laps`, which does the work and returns the seconds of each of its parts."""
+        laps()
+        rows: list[tuple[float, ...]] = []
+        until_s = self._clock() + BUDGET_S
+        while len(rows) < FEWEST or (len(rows) < MOST and self._clock() < until_s):
+            rows.append(laps())
+        return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+
+class ComputeMeasurement:
+    """Times the parts of a resolved configuration's model on one worker's device.
+
+    `working` is called with the part that is being timed; under `model.sleep`, that of the worker's stage counts.
+    """
+
+    def __init__(self, config: ClusterConfig, stage: int, device: torch.device, working: Callable[[str], None]) -> None:
+        self._config = config
+        self._stage = stage
+        self._device = device
+        self._working = working
+        self._timer = DeviceTimer(device)
+        self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
+        self._bf16 = computes_in_bf16(config, device)
+        self.hidden_size = self._spec.hidden_size
+
+    def layer_times(self, micro_batch: int) -> LayerTimes:
+        """The times of a micro-batch of this many samples.
+
+        Raises:
+            Exception: torch's, where it does not fit (`is_out_of_memory`).
+        """
+        # the most that a block keeps, or its fp32 input where blocks are computed again
+        shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16)
+        activations = 4 * shape.num_tokens * self._spec.hidden_size
+        if self._config.training.activation_checkpointing != "block":
+            activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
+        if self._config.model.sleep is not None:
+            forward_s, backward_s = self._sleep_of_a_block(micro_batch)
+            return LayerTimes(
+                micro_batch=micro_batch,
+                block_forward=forward_s,
+                block_backward=backward_s,
+                block_activation_bytes=activations,
+            )
+        block = self._block(micro_batch)
+        first = self._parts(Parts(range(0), embedding=True), "the embedding", micro_batch)
+        last = self._parts(Parts(range(0), head=True), "the head", micro_batch)
+        return LayerTimes(
+            micro_batch=micro_batch,
+            block_forward=block[0],
+            block_backward=block[1],
+            block_input_gradient=min(block[2], block[1]),
+            first_forward=first[0],
+            first_backward=first[1],
+            last_forward=last[0],
+            last_backward=last[1],
+            block_activation_bytes=activations,
+        )
+
+    def _block(self, micro_batch: int) -> list[float]:
+        """Forward, backward and input gradient, the mean over all blocks: those with one window count as equal."""
+        spec = self._spec
+        windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
+        counts = Counter(windows)
+        firsts = [windows.index(window) for window in counts]
+        rows = [self._parts(Parts(range(first, first + 1)), "a block", micro_batch) for first in firsts]
+        return [statistics.fmean(column, counts.values()) for column in zip(*rows, strict=True)]
+
+    def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
+        self._working(f"timing {name}, micro-batches of {micro_batch}")
+        model = build_slice(self._spec, parts, seed=0, device=self._device, random=RandomContext(0), weights=False)
+        keep_as_configured(self._config, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+        return self._timed(model, micro_batch)
+
+    def _sleep_of_a_block(self, micro_batch: int) -> tuple[float, float]:
+        """The stage's sleep, divided by its blocks; embedding and head have no sleep of their own."""
+        if self._config.model.sleep is None:
+            raise AssertionError("called under model.sleep only")
+        self._working(f"timing the stage's sleep, micro-batches of {micro_batch}")
+        blocks = block_ranges(self._config, self._spec)[self._stage]
+        sleep = self._config.model.sleep.of(self._stage)
+        model = build_sleeping_slice(self._spec, blocks, *sleep, device=self._device, random=RandomContext(0))
+        forward_s, backward_s, _ = self._timed(model, micro_batch)
+        return forward_s / len(blocks), backward_s / len(blocks)
+
+    def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
+        """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""
+        now_s, sleeps = self._timer.now_s, self._config.model.sleep is not None
+        size = (micro_batch, self._config.data.seq_len)
+        generator = torch.Generator("cpu").manual_seed(0)
+        if model.parts.embedding:
+            x = torch.randint(self._spec.vocab_size, size, generator=generator).to(self._device)
+        else:
+            x = torch.randn(*size, self.hidden_size, generator=generator).to(self._device).requires_grad_()
+        labels = torch.zeros(*size, dtype=torch.int64, device=self._device)
+
+        def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+                y = model(x)
+            if model.parts.head and not sleeps:
+                return summed_cross_entropy(y, labels), None
+            return y, torch.ones_like(y)
+
+        def lap() -> tuple[float, ...]:
+            start_s = now_s()
+            y, gradient = forward()
+            forward_s = now_s()
+            y.backward(gradient)  # type: ignore[no-untyped-call]
+            return forward_s - start_s, now_s() - forward_s
+
+        def input_lap() -> tuple[float]:
+            # autograd omits the gradients that are not asked for, but not within functions of our own
+            model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
+            y, gradient = forward()
+            model.deferred = None
+            start_s = now_s()
+            torch.autograd.grad(y, x, gradient)
+            return (now_s() - start_s,)
+
+        has_weight_part = bool(model.parts.blocks) and not sleeps
+        with sharing_copies_of([model]):
+            times_s = self._timer.medians_s(lap)
+            return (*times_s, *(self._timer.medians_s(input_lap) if has_weight_part else (0.0,)))
+
+
+def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], device: torch.device) -> tuple[float, float]:
+    """Seconds to encode and to decode, each divided by the elements; medians, kernels loaded before.
+
+    A codec that remembers samples is timed on samples that it has seen.
+
+    Args:
+        spec: the codec.
+        wire: its backend and threads.
+        shape: of the tensors, [B, S, C]; normal, with channels of different size, as activations are.
+        device: where.
+
+    Raises:
+        CodecError: it does not run here, or not on such tensors.
+    """
+    codec = get_codec(spec, backend=wire.backend, threads=wire.threads)
+    codec.prepare(shape, BOUNDARY_DTYPE, device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    scales = torch.rand(shape[-1], generator=generator) * 3 + 0.1
+    x = (torch.randn(*shape, generator=generator) * scales).to(device)
+    samples: dict[str, Any] = {"sample_ids": range(shape[0])} if codec.is_stateful else {}
+    timer = DeviceTimer(device)
+
+    def lap() -> tuple[float, float]:
+        start_s = timer.now_s()
+        payload = codec.encode(x, key=1, **samples).cpu()
+        encoded_s = timer.now_s()
+        codec.decode(payload.to(device), shape, BOUNDARY_DTYPE, key=1, **samples)
+        return encoded_s - start_s, timer.now_s() - encoded_s
+
+    if codec.is_stateful:
+        lap()
+    encode_s, decode_s = timer.medians_s(lap)
+    return encode_s / x.numel(), decode_s / x.numel()

@@ -62,7 +62,7 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _nan(value: str) -> None:
-    from tahq.pipeline.chunk import Chunk
+    from tahq.pipeline.engine import Chunk
 
     compute, numbers, chosen = Chunk.compute, count(), int(value)
 

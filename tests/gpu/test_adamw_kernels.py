@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from tahq.memory.adam import loop
 from tahq.memory.adam.blockwise8 import decode, encode
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

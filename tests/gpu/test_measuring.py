@@ -7,7 +7,7 @@ from support.runs import tiny
 from tahq.config.cluster import ClusterConfig
 from tahq.memory.free_memory import free_bytes
 from tahq.quant.config import WireConfig
-from tahq.worker.timing import ComputeMeasurement, seconds_per_element
+from tahq.worker.measuring import ComputeMeasurement, seconds_per_element
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")

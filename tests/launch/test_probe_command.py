@@ -13,8 +13,7 @@ from support.runs import Run, finish, overrides, tiny, train, write_config
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
 from tahq.pipeline.probe.cut_model import ProbedWire
-from tahq.pipeline.probe.gradient_probe import GradientProbe
-from tahq.pipeline.probe.result import ErrorSums, StepErrors, WireResult
+from tahq.pipeline.probe.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult
 from tahq_launch.analysis import probe as probe_command
 from tahq_launch.analysis.probe import ProbeFacts, Progress, error_rows, gradients_of, notes, sentence
 from tahq_launch.analysis.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire

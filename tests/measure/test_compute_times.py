@@ -11,15 +11,15 @@ from tahq.memory.free_memory import free_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig
-from tahq.worker import timing
-from tahq.worker.timing import ComputeMeasurement, DeviceTimer, seconds_per_element
+from tahq.worker import measuring
+from tahq.worker.measuring import ComputeMeasurement, DeviceTimer, seconds_per_element
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
 
 
 def configured(**sections):
@@ -70,7 +70,7 @@ def test_a_block_with_fp8_flow_is_timed_and_counted_as_one(monkeypatch):
     assert times.block_activation_bytes == saved_by_block(spec, 0, MicroBatchShape(2, 32, coat=True))
     assert 0 < times.block_input_gradient <= times.block_backward
     # Seven matrices in each of the laps of a whole backward, none in those of the input's gradient alone.
-    assert len(products) == 7 * (1 + timing.FEWEST)
+    assert len(products) == 7 * (1 + measuring.FEWEST)
 
 
 def test_blocks_with_different_windows_are_all_timed():

@@ -10,7 +10,7 @@ from tahq.comm.control.messages import Assign, MeasureCompute, MeasurePaths
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import RemoteProtocolError
 from tahq.quant.config import WireConfig
-from tahq.worker import timing
+from tahq.worker import measuring
 from tahq.worker.measuring import MeasuringMember
 
 CONFIG = ClusterConfig.model_validate(tiny(model={"vocab_size": 256, "num_layers": 2}, pipeline={"stages": 2}))
@@ -19,7 +19,7 @@ RAW = "raw:dtype=fp32"
 
 @pytest.fixture
 def members(monkeypatch):
-    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
     said = []
     listening = ("127.0.0.1:0", None)
     assigned = [Assign(stage, 7, "", "", is_measuring=True) for stage in range(2)]

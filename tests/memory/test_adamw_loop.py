@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from tahq.memory.adam import loop
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 CONFIGS = [
     TrainingConfig(steps=10, lr=1e-2, **keys)

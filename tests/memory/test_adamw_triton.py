@@ -8,7 +8,7 @@ from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import build_optimizer, optimizer_tensors
+from tahq.pipeline.optimizer import build_optimizer, optimizer_tensors
 
 pytestmark = on_device
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -12,14 +12,14 @@ from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import (
+from tahq.pipeline.optimizer import (
     OPTIMIZERS,
     build_optimizer,
     low_rank_settings,
     optimizer_nbytes,
     optimizer_tensors,
 )
-from tahq.pipeline.update.update import StageUpdate
+from tahq.pipeline.update import StageUpdate
 
 SPEC = load_spec(
     ModelConfig(family="llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2), vocab_size=64, seq_len=16

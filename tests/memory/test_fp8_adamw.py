@@ -16,7 +16,7 @@ from tahq.memory.coat.fp8_adamw_cpu import step_on_cpu
 from tahq.memory.coat.fp8_groups import GROUP
 from tahq.memory.config import Fp8AdamWConfig
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import optimizer_nbytes
+from tahq.pipeline.optimizer import optimizer_nbytes
 
 RATES = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DEFAULT = Fp8AdamWConfig()

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cuts import codec_table
+from support.schedules import schedule
 from support.shuffled_links import Deadlock, ShuffledNetwork
 
 from tahq.data.batches import StepBatch
@@ -19,9 +21,8 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.sleeping_slice import build_sleeping_slice
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
-from tahq.pipeline.chunk import Chunk, StepShape
-from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.boundary import Boundary, CutIdentity
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from tahq.pipeline.spans import Stopwatch
@@ -54,7 +55,7 @@ def schedules(draw):
 
 def engines(schedule: Schedule, network: ShuffledNetwork) -> list[StageEngine]:
     """One for each stage, joined by the network's links."""
-    table = CodecTable("raw:dtype=fp16", "raw:dtype=fp16")
+    table = codec_table("raw:dtype=fp16", "raw:dtype=fp16")
     links = [network.link(cut) for cut in range(schedule.num_chunks - 1)]
     cuts = [
         [Boundary(end, CutIdentity(1, 0, cut), table, CPU, Stopwatch()) for end in ends]
@@ -139,12 +140,12 @@ def test_stages_finish_and_stay_within_their_depths_in_ten_thousand_cases(case, 
 
 def test_stages_that_wait_for_each_other_are_found_out():
     """The order that `validate` refuses, run all the same."""
-    crossed = Schedule.parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    crossed = schedule("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     with pytest.raises(Deadlock):
         run(crossed, 0)
 
 
 def test_an_engine_counts_what_it_holds_until_the_weight_gradients():
-    split = Schedule.parse("0F0 0F1 0I0 0I1 0W0 0W1")
+    split = schedule("0F0 0F1 0I0 0I1 0W0 0W1")
     assert split.actions[0][2] == Action(0, ActionKind.I, 0)
     assert run(split, 0) == [2]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.cuts import IDENTITY, cross, cut_sides
+from support.cuts import IDENTITY, codec_table, cross, cut_sides
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.errors import CodecError, LocalProtocolError, RemoteProtocolError
@@ -28,7 +28,7 @@ def decoded(spec, x, id=FIRST):
 
 @pytest.fixture
 def sides():
-    return cut_sides(lambda: CodecTable("tah", "fixed:bits=8,round=stochastic"))
+    return cut_sides(lambda: codec_table("tah", "fixed:bits=8,round=stochastic"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ INDEX = {"raw": 0, "wf:bits=2": 1, "wf": 2, "wf:bits=6": 3, "eden:bits=2": 4, "e
 
 
 def changing_table() -> CodecTable:
-    return CodecTable("wf", "eden", rungs={FORWARD: list(INDEX)[1:4], BACKWARD: list(INDEX)[4:]})
+    return codec_table("wf", "eden", follow={"activations": list(INDEX)[1:4], "gradients": list(INDEX)[4:]})
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_error_of_zeros_is_zero_and_of_non_finite_values_infinite(changing, valu
 
 
 def remembering(activations="aqsgd"):
-    return cut_sides(lambda: CodecTable(activations, "aqsgd:cache=none"))
+    return cut_sides(lambda: codec_table(activations, "aqsgd:cache=none"))
 
 
 def ends(lower, upper, block=4):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.cuts import IDENTITY, cross, cut_sides
+from support.cuts import IDENTITY, codec_table, cross, cut_sides
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.pipeline.boundary import CodecTable, codec_key
+from tahq.pipeline.boundary import codec_key
 from tahq.pipeline.probe.cut_model import CodecCut
 from tahq.quant import get_codec
 
@@ -52,7 +52,7 @@ def test_both_directions_are_decode_of_encode_to_the_bit(specs, dtype):
 
 def test_a_boundary_delivers_the_same():
     specs, x, g = ("tah", "fixed:bits=4,round=stochastic"), random(2), random(3)
-    lower, upper = cut_sides(lambda: CodecTable(*specs))
+    lower, upper = cut_sides(lambda: codec_table(*specs))
     activation = cross(lower, upper, x, step=4, micro_batch=2)
     gradient = cross(upper, lower, g, step=4, micro_batch=2, direction=Direction.BACKWARD)
     keys = [codec_key(IDENTITY.name(4, Purpose.TRAIN, 2, direction), IDENTITY.seed) for direction in Direction]

@@ -61,9 +61,7 @@ def make_stage(transports, wire, *, stages=2, stage=1):
 def exchange(wire, shape):
     """What a step does with its codecs, with other values and keys each time, in both directions."""
     rungs = {Direction.FORWARD: wire.rungs()["activations"], Direction.BACKWARD: wire.rungs()["gradients"]}
-    lower, upper = cut_sides(
-        lambda: CodecTable(wire.activations, wire.gradients, rungs=rungs, backend=wire.backend, threads=wire.threads)
-    )
+    lower, upper = cut_sides(lambda: CodecTable(wire))
     for step in range(3):
         for side in (lower, upper):
             side.codecs.use(step, Direction.FORWARD, 1 + step % len(rungs[Direction.FORWARD]))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support.cuts import cut_sides
+from support.cuts import codec_table, cut_sides
 from support.plain_loop import PlainModel
 from support.runs import tiny
 from torch.nn import functional
@@ -15,9 +15,8 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.slice import HEAD_WEIGHT
-from tahq.pipeline.boundary import CodecTable, CutIdentity
-from tahq.pipeline.chunk import Chunk, StepShape
-from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.boundary import CutIdentity
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, ProbedWire
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
@@ -107,7 +106,7 @@ def engine_gradients(config: ClusterConfig, batches: BatchSource, wire: ProbedWi
     training, model = config.training, PlainModel(config, cut=True)
     shape = StepShape(training.num_micro_batches, training.micro_batch, config.data.seq_len, 32)
     identity = CutIdentity(1, config.run.seed, 0)
-    lower_cut, upper_cut = cut_sides(lambda: CodecTable(wire.activations, wire.gradients), identity)
+    lower_cut, upper_cut = cut_sides(lambda: codec_table(wire.activations, wire.gradients), identity)
     rows = generate("gpipe", 2, training.num_micro_batches).actions
     common = {"shape": shape, "batches": batches, "random": model.random, "device": CPU}
     lower, upper = model.slices

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import schedules
 from support.cuts import lossless_sides
 
 from tahq.comm.link.frame import Direction, Purpose
@@ -15,11 +16,10 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
-from tahq.pipeline.chunk import Chunk, StepShape
-from tahq.pipeline.engine import StageEngine, held_up_by_depth
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape, held_up_by_depth
 from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import Action, Schedule
+from tahq.pipeline.schedule.schedule import Action
 
 SHAPE = StepShape(num_micro_batches=3, micro_batch=2, seq_len=8, hidden_size=16)
 LAYERS = 2
@@ -81,14 +81,14 @@ def test_two_stages_in_turn_give_the_gradients_of_one_to_the_bit(batches, schedu
     make_engine(whole, generate(schedule, 1, 3).actions[0], batches).run_step(5)
     cuts = lossless_sides()
     lower, upper = make_slice(0, 1), make_slice(1, LAYERS)
-    upper_rows = Schedule.parse(SPLIT).actions[1] if split else generate("gpipe", 2, 3).actions[1]
+    upper_rows = schedules.schedule(SPLIT).actions[1] if split else generate("gpipe", 2, 3).actions[1]
     upper_engine = make_engine(upper, upper_rows, batches, incoming=cuts[1])
 
     def before(step: int, action: Action) -> None:
         if str(action) in ("0B0", "0I0"):
             upper_engine.run_step(step)
 
-    rows = Schedule.parse(SPLIT).actions[0] if split else generate("gpipe", 2, 3).actions[0]
+    rows = schedules.schedule(SPLIT).actions[0] if split else generate("gpipe", 2, 3).actions[0]
     result = make_engine(lower, rows, batches, outgoing=cuts[0], on_action=before).run_step(5)
     assert result.loss_sum is None
     parts = lower.canonical_parameters() | upper.canonical_parameters()
@@ -102,7 +102,7 @@ def test_micro_batches_share_bf16_copies_of_weights_for_a_step(batches, checkpoi
     module, reference = make_slice(0, LAYERS), make_slice(0, LAYERS)
     module.checkpoint_blocks = checkpoint_blocks
     shared = []
-    row = Schedule.parse(SPLIT.splitlines()[0]).actions[0] if split else generate("gpipe", 1, 3).actions[0]
+    row = schedules.schedule(SPLIT.splitlines()[0]).actions[0] if split else generate("gpipe", 1, 3).actions[0]
     engine = make_engine(module, row, batches, bf16=True, on_action=lambda *_: shared.append(shared_copies()))
     engine.run_step(0)
     assert all(copies is shared[0] for copies in shared)

@@ -15,11 +15,11 @@ from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.pipeline.engine import StepShape
+from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.stage import Stage, StagePlan
-from tahq.pipeline.update.optimizer import low_rank_settings
-from tahq.pipeline.update.update import StageUpdate
+from tahq.pipeline.update import StageUpdate
 from tahq.quant.config import WireConfig
 
 SHAPE = StepShape(num_micro_batches=1, micro_batch=2, seq_len=8, hidden_size=16)
@@ -45,9 +45,8 @@ def low_rank_slice(training: TrainingConfig, vocab_size: int = 32):
 
 def stage(training: TrainingConfig):
     module = low_rank_slice(training)
-    update = StageUpdate(
-        training, module.canonical_parameters(), module.is_decayed, 4, None, low_rank_weights(module), SHAPE
-    )
+    parameters, low_rank = module.canonical_parameters(), low_rank_weights(module)
+    update = StageUpdate(training, parameters, module.is_decayed, 4, None, low_rank, SHAPE.gradient_scale)
     return module, update
 
 

@@ -17,9 +17,8 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError, NonFiniteError
 from tahq.pipeline.probe.cut_model import CutModel, ProbedWire
-from tahq.pipeline.probe.gradient_probe import GradientProbe
-from tahq.pipeline.probe.result import ErrorSums, StepErrors, WireResult, collect, compare
-from tahq.pipeline.update.update import StageUpdate
+from tahq.pipeline.probe.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult, collect, compare
+from tahq.pipeline.update import StageUpdate
 
 CONFIG = ClusterConfig.model_validate(
     tiny(

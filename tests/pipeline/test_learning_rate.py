@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.learning_rate import learning_rate
+from tahq.pipeline.update import learning_rate
 
 
 def config(schedule="constant", **keys):

@@ -4,7 +4,7 @@ from torch.nn import Parameter
 
 from tahq.errors import SnapshotError
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import OPTIMIZERS, build_optimizer, load_optimizer_tensors, optimizer_tensors
+from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 SHAPES = {
     "h.0.attn.weight": (7, 5),

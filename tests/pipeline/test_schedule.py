@@ -1,43 +1,23 @@
-import contextlib
 import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import schedules
 
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import GENERATORS, generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule, validate
 
-ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
-
-
-@given(ACTIONS)
-def test_action_parses_what_it_prints(action):
-    assert Action.parse(str(action)) == action
-
 
 def test_action_is_in_torch_notation():
     assert str(Action(2, ActionKind.F, 0)) == "2F0"
-    assert Action.parse("12W34") == Action(12, ActionKind.W, 34)
-
-
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 ", "2F0.5", "2BW0"])
-def test_action_refuses_other_text(text):
-    with pytest.raises(ScheduleError, match="not an action"):
-        Action.parse(text)
-
-
-@given(st.text())
-def test_action_parse_raises_nothing_else(text):
-    with contextlib.suppress(ScheduleError):  # the only error that text may cause
-        assert Action.parse(text).micro_batch >= 0
 
 
 def test_in_flight_lasts_until_the_weight_gradient():
     # I does not free what W still needs: two activations are held during 0F1
-    assert Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1").max_in_flight(0) == 2
-    assert Schedule.parse("0F0 0I0 0W0 0F1 0I1 0W1").max_in_flight(0) == 1
+    assert schedules.schedule("0F0 0I0 0F1 0I1 0W0 0W1").max_in_flight(0) == 2
+    assert schedules.schedule("0F0 0I0 0W0 0F1 0I1 0W1").max_in_flight(0) == 1
 
 
 VALID = {
@@ -49,7 +29,7 @@ VALID = {
 
 @pytest.mark.parametrize("text", VALID.values(), ids=VALID)
 def test_validator_accepts(text):
-    validate(Schedule.parse(text))
+    validate(schedules.schedule(text))
 
 
 INVALID = {
@@ -74,7 +54,7 @@ INVALID = {
 @pytest.mark.parametrize(("text", "message", "mark"), INVALID.values(), ids=INVALID)
 def test_validator_says_what_is_wrong_and_marks_it_in_the_grid(text, message, mark):
     with pytest.raises(ScheduleError) as caught:
-        validate(Schedule.parse(text))
+        validate(schedules.schedule(text))
     first, *grid = str(caught.value).splitlines()
     assert message in first
     assert len(grid) == len(text.splitlines())
@@ -86,11 +66,6 @@ def test_validator_refuses_what_is_out_of_range():
     row = (Action(0, ActionKind.F, 0), Action(0, ActionKind.B, 0), Action(0, ActionKind.F, 5))
     with pytest.raises(ScheduleError, match="0F5 is out of range: there are 1 chunks and 1 micro-batches"):
         validate(Schedule("hand-made", 1, (row,), (0,)))
-
-
-def test_parse_refuses_gaps_between_chunks():
-    with pytest.raises(ScheduleError, match=r"without gaps; got \[0, 2\]"):
-        Schedule.parse("0F0 0B0\n2F0 2B0")
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([(2, 2), (2, 3), (3, 3)]))
@@ -145,7 +120,7 @@ SIZES = [
 def test_generated_schedule_is_valid_and_parses_back(name, num_stages, num_micro_batches):
     schedule = generate(name, num_stages, num_micro_batches, chunks_per_stage=CHUNKS[name])
     validate(schedule)
-    assert Schedule.parse(str(schedule), name) == schedule
+    assert schedules.schedule(str(schedule), name) == schedule
 
 
 def test_gpipe_is_all_forwards_then_all_backwards():

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import schedules
 
 from tahq.comm.control.encoding import decode_message, encode_message
 from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.comm.link.wire_time import PieceTimes
 from tahq.comm.transport import LinkStats
-from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.step_meter import PART, StepMeter, TraceRow, frame_name, trace_parts
 
@@ -74,7 +74,7 @@ def test_traced_step_tells_what_was_done_and_sent():
     stopwatch = Stopwatch()
     meter = StepMeter(stopwatch, 1, {0: 0, 1: 2}, lambda step: step == 4, clock=lambda: 0.0)
     meter.begin(4)
-    stopwatch.add("forward", 1.0, 2.0, Action.parse("1F0"))
+    stopwatch.add("forward", 1.0, 2.0, schedules.action("1F0"))
     stopwatch.add("encode", 2.0, 2.5, name(0))
     stopwatch.add("wait:2", 2.5, 4.0, name(0, BACKWARD))
     stopwatch.add("wait:memory", 4.0, 5.0, name(1, BACKWARD))

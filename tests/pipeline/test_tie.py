@@ -4,13 +4,14 @@ import threading
 from contextlib import closing
 
 import torch
+from support.cuts import codec_table
 from torch.nn import Parameter
 
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
+from tahq.pipeline.boundary import Boundary, CutIdentity
+from tahq.pipeline.gradients import TiedEmbedding
 from tahq.pipeline.spans import Stopwatch
-from tahq.pipeline.tie import TiedEmbedding
 
 
 def copy_with(gradient: torch.Tensor | None) -> Parameter:
@@ -56,7 +57,7 @@ def exchange(first: ZmqEndpoint, last: ZmqEndpoint) -> None:
     ends = [first.open_link(2, 2, "last", ""), last.open_link(2, 0, "first", first.address)]
     for endpoint in (first, last):
         endpoint.wait_connected(10.0)
-    table = CodecTable("tah", "fixed:bits=8")
+    table = codec_table("tah", "fixed:bits=8")
     cuts = [Boundary(end, CutIdentity(77, 0, 2), table, torch.device("cpu"), Stopwatch()) for end in ends]
     gradients = [torch.randn(5, 4), torch.randn(5, 4)]
     embedding, head = copy_with(gradients[0].clone()), copy_with(gradients[1].clone())

@@ -9,12 +9,13 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import schedules
 
 from tahq.comm.link.frame import Direction
 from tahq.comm.link.spec import First
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, uniform_costs
 from tahq.plan.simulate.simulator import SimulatedNetwork, Transfer, simulate
 
@@ -22,7 +23,7 @@ ONE_BYTE_A_SECOND = HostCosts(uplink_bits_per_s=8.0, downlink_bits_per_s=8.0)
 
 
 def span(timeline, text):
-    return next(span for span in timeline.actions if span.action == Action.parse(text))
+    return next(span for span in timeline.actions if span.action == schedules.action(text))
 
 
 def times(timeline, text):
@@ -155,7 +156,7 @@ def test_one_micro_batch_crosses_a_slow_link():
 
 def test_both_directions_share_an_uplink():
     # the middle stage sends an activation down and a gradient up through one uplink
-    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
+    schedule = schedules.schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
     hosts = [HostCosts(), HostCosts(uplink_bits_per_s=8.0), HostCosts()]
     base = uniform_costs(3, 3, forward_s=1, backward_s=1)
     timeline = simulate(schedule, Costs(base.compute_s, [CutCosts(0, 10), CutCosts(10, 0)], hosts))
@@ -170,7 +171,7 @@ def test_pieces_take_turns_on_a_shared_downlink():
     # into stage 1: an activation of 10 bytes over a link that takes as long as the downlink (1 byte/s), and a
     # gradient of 1 byte in the middle of it
     hosts = [HostCosts(uplink_bits_per_s=8.0), HostCosts(downlink_bits_per_s=8.0), HostCosts()]
-    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1")
+    schedule = schedules.schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1")
     base = uniform_costs(3, 3, forward_s=1, backward_s=1)
     cuts = [CutCosts(10, 0), CutCosts(0, 1)]
     arrivals = {}
@@ -214,7 +215,7 @@ def test_a_transfer_takes_the_slowest_of_uplink_path_and_downlink(pieces, uplink
 
 def test_a_slow_path_holds_up_no_other_path_of_its_sender():
     # the middle stage's uplink takes 12 bytes in 1 s; the path down takes 12 s for them, the path up none
-    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
+    schedule = schedules.schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
     hosts = [HostCosts(), HostCosts(uplink_bits_per_s=96.0), HostCosts()]
     base = uniform_costs(3, 3, forward_s=1, backward_s=1)
     cuts = [CutCosts(0, 12), CutCosts(12, 0, forward_bits_per_s=8.0)]
@@ -239,7 +240,7 @@ def test_each_cut_has_its_own_latency_and_rates():
 
 def test_two_cuts_between_the_same_hosts_share_their_path():
     # chunks 0 and 2 on stage 0, 1 on stage 1: the activation of 0 and the gradient of 2 both go from 0 to 1
-    schedule = Schedule.parse("0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1\n1F0 1F1 1B0 1B1")
+    schedule = schedules.schedule("0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1\n1F0 1F1 1B0 1B1")
     base = uniform_costs(3, 2, forward_s=1, backward_s=1)
     cuts = [CutCosts(10, 0, forward_bits_per_s=8.0), CutCosts(0, 10, backward_bits_per_s=8.0)]
     timeline = simulate(schedule, Costs(base.compute_s, cuts, base.hosts))
@@ -261,7 +262,7 @@ def test_codec_beside_compute_overlaps_it():
 
 
 def test_interleaved_chunks_send_round_the_ring():
-    schedule = Schedule.parse("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0")
+    schedule = schedules.schedule("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0")
     costs = uniform_costs(4, 2, forward_s=1, backward_s=1, cut=CutCosts(1, 1), host=ONE_BYTE_A_SECOND)
     # eight actions, one after another, and six crossings of 1 s between them
     assert simulate(schedule, costs).step_time_s == 8 + 6
@@ -269,7 +270,7 @@ def test_interleaved_chunks_send_round_the_ring():
 
 def test_deadlock_is_reported():
     with pytest.raises(ScheduleError, match="deadlocks with stage 0 at 0B0, stage 1 at 1B0"):
-        simulate(Schedule.parse("0F0 0B0\n1B0 1F0"), uniform_costs(2, 2, forward_s=1, backward_s=1))
+        simulate(schedules.schedule("0F0 0B0\n1B0 1F0"), uniform_costs(2, 2, forward_s=1, backward_s=1))
 
 
 DURATIONS = st.integers(0, 20).map(float)

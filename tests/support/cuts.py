@@ -8,8 +8,13 @@ from support.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
 from tahq.pipeline.spans import Stopwatch
+from tahq.quant.config import WireConfig
 
 IDENTITY = CutIdentity(run=1, seed=3, cut=0)
+
+
+def codec_table(activations: str, gradients: str, **keys) -> CodecTable:
+    return CodecTable(WireConfig(activations=activations, gradients=gradients, **keys))
 
 
 def cut_sides(make_table: Callable[[], CodecTable], identity=IDENTITY, **options) -> tuple[Boundary, Boundary]:
@@ -22,7 +27,7 @@ def cut_sides(make_table: Callable[[], CodecTable], identity=IDENTITY, **options
 
 
 def lossless_sides(identity=IDENTITY) -> tuple[Boundary, Boundary]:
-    return cut_sides(lambda: CodecTable("raw:dtype=fp32", "raw:dtype=fp32"), identity)
+    return cut_sides(lambda: codec_table("raw:dtype=fp32", "raw:dtype=fp32"), identity)
 
 
 def cross(

@@ -22,7 +22,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.boundary import codec_key
-from tahq.pipeline.update.learning_rate import learning_rate
+from tahq.pipeline.update import learning_rate
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 from tahq.worker.assembly import block_ranges, resolved_spec

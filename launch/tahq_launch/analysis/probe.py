@@ -16,8 +16,14 @@ from tahq.config.file import placed_errors
 from tahq.errors import OutOfMemoryError
 from tahq.observe import figures
 from tahq.pipeline.probe.cut_model import ProbedWire
-from tahq.pipeline.probe.gradient_probe import GradientProbe
-from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, ProbedStep, WireResult, collect
+from tahq.pipeline.probe.gradient_probe import (
+    EXPECTATION_LIMIT,
+    STEP_LIMIT,
+    GradientProbe,
+    ProbedStep,
+    WireResult,
+    collect,
+)
 from tahq.quant import CodecSpec, get_codec
 from tahq_launch.analysis.probe_setup import ProbeRequest, ProbeSetup, open_setup
 from tahq_launch.command_line import check_writable, print_table, write_text

@@ -25,8 +25,8 @@ from tahq.memory.saved_tensors import (
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
+from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.generators import GENERATORS
-from tahq.pipeline.update.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem, divisors
 from tahq.plan.search.codecs import LADDER

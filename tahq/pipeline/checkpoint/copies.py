@@ -51,16 +51,9 @@ def has_file(path: Path, sha256: str) -> bool:
 
 
 def fetch_file(path: Path, sha256: str, pieces: Pieces, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-    """Fetch a file to its place, durably.
+    """Fetch a file with this hash (hex) from `pieces` to its place, durably; one process at a time.
 
-    Args:
-        path: its place; the folder is made if it does not exist. One process at a time fetches it.
-        sha256: its hash, in hex.
-        pieces: its source.
-        is_wanted: whether it is still wanted when the pieces have ended.
-
-    Returns:
-        False if it is no longer wanted; the part that has come is kept.
+    Returns False if it is no longer wanted when the pieces have ended; the part that has come is kept.
 
     Raises:
         RemoteProtocolError: the content is wrong; nothing is kept.
@@ -196,11 +189,13 @@ class CheckpointCopies:
             return True
         if not order.address:
             raise PeerLostError(f"{order.file} is not on this host, and no other worker has it now")
-        beside = {"rate_bits_per_s": self._rate_bits_per_s, "is_wanted": is_wanted}
-        pieces = self._pieces(order.address, order.public_key, order.sha256, **beside)
+        pieces = self._pieces(
+            (order.address, order.public_key), order.sha256, rate_bits_per_s=self._rate_bits_per_s, is_wanted=is_wanted
+        )
         return is_wanted() and fetch_file(path, order.sha256, pieces, is_wanted)
 
-    def _pieces(self, address: str, public_key: str, sha256: str, **options: Any) -> Pieces:
+    def _pieces(self, place: tuple[str, str], sha256: str, **options: Any) -> Pieces:
+        address, public_key = place
         source = FileSource(address, self._assign.run_id, sha256, public_key)
         return lambda offset: self._fetch(source, offset=offset, **options)
 
@@ -219,8 +214,7 @@ class CheckpointCopies:
         older one of which a copy exists off every stage's host. Without any checkpoint the stage starts from the
         beginning. Others may then fetch the file from here.
 
-        Args:
-            working: called with the present activity.
+        `working` is called with the present activity.
 
         Raises:
             PeerLostError: this stage's file cannot be had; the message names it, with every reason.
@@ -235,7 +229,8 @@ class CheckpointCopies:
             if name is None:
                 return candidate
             path, sha256 = self._run_folder / candidate.snapshot / name, candidate.snapshot_files[name]
-            if has_file(path, sha256) or self._fetched(candidate, path, sha256, working, reasons):
+            places = [(str(address), str(key)) for at, address, key in assign.sources if at == candidate.start_step]
+            if has_file(path, sha256) or any(self._is_fetched(path, sha256, each, working, reasons) for each in places):
                 self.offer(sha256, path)
                 return candidate
             reasons.append(f"{name} is missing or damaged on this host")
@@ -243,18 +238,15 @@ class CheckpointCopies:
             f"stage {assign.stage} cannot restart: {'; '.join(dict.fromkeys(reasons))}; no other host has a copy"
         )
 
-    def _fetched(
-        self, assign: Assign, path: Path, sha256: str, working: Callable[[str], None], reasons: list[str]
+    def _is_fetched(
+        self, path: Path, sha256: str, place: tuple[str, str], working: Callable[[str], None], reasons: list[str]
     ) -> bool:
-        """Whether another worker gave the file; adds the reasons why not."""
-        for step, address, key in assign.sources:
-            if step != assign.start_step:
-                continue
-            working(f"fetching {path.name}")
-            log.info("fetching %s from %s", path.name, address)
-            try:
-                return fetch_file(path, sha256, self._pieces(str(address), str(key), sha256))
-            except (PeerLostError, RemoteProtocolError, UserError) as error:
-                log.warning("%s", error)
-                reasons.append(str(error))
-        return False
+        """Whether the worker at this address gave the file; adds the reason why not."""
+        working(f"fetching {path.name}")
+        log.info("fetching %s from %s", path.name, place[0])
+        try:
+            return fetch_file(path, sha256, self._pieces(place, sha256))
+        except (PeerLostError, RemoteProtocolError, UserError) as error:
+            log.warning("%s", error)
+            reasons.append(str(error))
+            return False

@@ -31,12 +31,9 @@ class DiskFullError(SnapshotError):
 
 
 def write_durably(temporary: Path, write: Callable[[BinaryIO], str]) -> Path:
-    """Write a file next to its final place and move it there when it is durable.
+    """Write a file under a temporary name, and move it to the name that `write` returns when it is durable.
 
-    Args:
-        temporary: the temporary name; its folder is made if it does not exist. One writer at a time: what a killed one
-            left under this name is overwritten.
-        write: writes the content into the open file and returns its final name.
+    The folder is made if it does not exist. One writer at a time: what a killed one left is overwritten.
 
     Returns:
         The final path.
@@ -56,8 +53,9 @@ def write_durably(temporary: Path, write: Callable[[BinaryIO], str]) -> Path:
         final = temporary.replace(temporary.with_name(name))
         sync_folder(final.parent)
     except OSError as error:
-        kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SnapshotError
-        hint = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = DiskFullError if is_full else SnapshotError
+        hint = "free space there" if is_full or error.errno == errno.EFBIG else "make it writable"
         raise kind(
             f"cannot write {error.filename2 or temporary}: {error.strerror}; {hint}, or set run.dir to another disk "
             "(the previous file is untouched)"
@@ -110,11 +108,7 @@ def read_bounded(path: Path, max_nbytes: int) -> bytes:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Refuse to start a run whose first checkpoint cannot fit on the disk.
-
-    Args:
-        folder: where checkpoints will be written; need not exist yet.
-        nbytes: size of one checkpoint, as far as it is written there.
+    """Refuse to start a run whose checkpoints, of `nbytes` each, do not fit on the disk where `folder` is or will be.
 
     Raises:
         UserError: less is free.
@@ -129,12 +123,9 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 
 def wait_for_room(attempt: Callable[[], T], give_up_s: float, pause: Callable[[float], None] = time.sleep) -> T:
-    """Repeat an attempt to write until the disk has room for it.
+    """Repeat an attempt to write until the disk has room for it, for `give_up_s` seconds at most (`run.give_up`).
 
-    Args:
-        attempt: writes; raises DiskFullError if there is no room.
-        give_up_s: seconds to wait at most (`run.give_up`).
-        pause: sleeps this many seconds; may raise to end the wait.
+    `pause` sleeps; it may raise to end the wait.
 
     Raises:
         DiskFullError: there was no room in time.

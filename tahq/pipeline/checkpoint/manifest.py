@@ -37,29 +37,21 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class StageMeta:
-    """The description in a stage's file, in plain values.
-
-    Attributes:
-        step: committed steps behind it.
-        stage: the stage that wrote it.
-        num_stages: stages of the run that wrote it.
-        block_start: its first transformer block.
-        block_stop: one past its last; with several chunks, other stages have blocks in between.
-        cursor: where the data continues.
-        config_hash: of the run's configuration.
-        versions: of tahq and torch.
-        arithmetic: `arithmetic_of`; empty in files of earlier versions.
-    """
+    """The description in a stage's file, in plain values: what wrote it, after how many committed steps."""
 
     step: int
     stage: int
     num_stages: int
     block_start: int
+    """Its first transformer block."""
     block_stop: int
+    """One past its last; with several chunks, other stages have blocks in between."""
     cursor: dict[str, int]
+    """Where the data continues."""
     config_hash: str
     versions: dict[str, str] = field(default_factory=dict)
     arithmetic: dict[str, str] = field(default_factory=dict)
+    """`arithmetic_of`; empty in files of earlier versions."""
 
     def to_json(self) -> str:
         """The text in the file's header."""
@@ -67,11 +59,7 @@ class StageMeta:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse `to_json`; keys of later versions are ignored.
-
-        Raises:
-            ValueError: not such an object, or fields are missing.
-        """
+        """Parse `to_json`, without keys of later versions; ValueError: not such an object, or fields are missing."""
         names = {entry.name for entry in fields(cls)}
         try:
             return cls(**{name: value for name, value in json.loads(text).items() if name in names})
@@ -81,12 +69,11 @@ class StageMeta:
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """A stage's part of a checkpoint; `tensors` are the names in it, if they are known."""
+    """A stage's part of a checkpoint."""
 
     file: str
     sha256: str
     nbytes: int
-    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +125,13 @@ class Manifest:
             name = str(entry["file"])
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is not a plain file name")
-            tensors = tuple(map(str, entry["tensors"]))
-            files.append(StageFile(name, str(entry["sha256"]), int(entry["nbytes"]), tensors))
+            files.append(StageFile(name, str(entry["sha256"]), int(entry["nbytes"])))
         manifest = cls(int(content["step"]), tuple(files), dict(content["meta"]))
         _ = manifest.run_id, manifest.config  # a KeyError now, not when a run needs them
         return manifest
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """SHA-256, in hex, of a manifest without its hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -219,11 +204,7 @@ def arithmetic_of(device: torch.device, codec_backend: str) -> dict[str, str]:
     """What the bits of a stage's results depend on besides the configuration, as short texts by name.
 
     A stage that continues on another processor, library or number of threads still runs, but sooner or later rounds
-    differently; so a checkpoint records these, and a difference is announced.
-
-    Args:
-        device: where the stage computes.
-        codec_backend: `wire.backend`; `auto` means the device's own.
+    differently; so a checkpoint records these, and a difference is announced. `codec_backend` is `wire.backend`.
     """
     own = "triton" if device.type == "cuda" else "cpu"
     common = {"torch": str(torch.__version__), "codec backend": own if codec_backend == "auto" else codec_backend}

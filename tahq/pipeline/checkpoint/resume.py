@@ -33,8 +33,8 @@ class Verdict(Enum):
 class KeyRule:
     """The verdict on a change of some keys, and the reason.
 
-    Conditions look at both configurations: if `allowed_if` does not hold, the change is refused; if the condition of
-    `exact_if` holds, it is exact, for the reason given there.
+    If `allowed_if` does not hold, the change is refused; if the condition of `exact_if` does, it is exact, for the
+    reason given there.
     """
 
     verdict: Verdict
@@ -106,12 +106,7 @@ class ResumeReport:
 
 
 def compare_configs(old: Config, new: Config) -> ResumeReport:
-    """Judge every difference between two resolved configurations.
-
-    Args:
-        old: the checkpoint's (`Manifest.config`).
-        new: the one to continue with.
-    """
+    """Judge every difference between two resolved configurations, the checkpoint's and the one to continue with."""
     before, after = _flatten(keep_model_sizes(old, old)), _flatten(keep_model_sizes(old, new))
     changes = [
         Change(key, before.get(key), after.get(key), *_rule(key).judge(old, new))
@@ -171,14 +166,9 @@ def _get(config: Config, key: str) -> Any:
     return _flatten(config).get(key)
 
 
-def _both(key: str, test: Callable[[Any], bool]) -> Condition:
-    """The condition that a key's value passes a test in both configurations."""
-    return lambda old, new: test(_get(old, key)) and test(_get(new, key))
-
-
-def _same(value: Callable[[Config], Any]) -> Condition:
-    """The condition that both configurations have the same value."""
-    return lambda old, new: bool(value(old) == value(new))
+def _outside(key: str, *values: object, reason: str = "not used by this optimizer") -> tuple[Condition, str]:
+    """The condition that a key has none of these values in either configuration, and why a change is exact then."""
+    return lambda old, new: _get(old, key) not in values and _get(new, key) not in values, reason
 
 
 def _codecs(config: Config) -> list[CodecSpec]:
@@ -195,10 +185,7 @@ def _coding(config: Config) -> tuple[Any, list[CodecSpec]]:
 
 
 def _forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
-    """What AQ-SGD forgets of the samples it remembers, for the user.
-
-    A cut keeps its samples as long as it is before the same block and samples have the same length.
-    """
+    """What AQ-SGD forgets, for the user: a cut keeps its samples while it is before the same block, at one length."""
     before, after = (any(isinstance(s, AqsgdSpec) and s.has_cache for s in _codecs(config)) for config in (old, new))
     if not after:
         return ("the samples that AQ-SGD remembered are dropped",) if before else ()
@@ -230,17 +217,19 @@ def _machines(config: Config) -> object:
     return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
 
 
-_UNUSED = "not used by this optimizer"
-_IS_SGD = (_both("training.optimizer", lambda name: name in ("sgd", "ema_sgd")), _UNUSED)
-_IS_NOT_SGD = (lambda old, new: not _IS_SGD[0](old, new), _UNUSED)
-_IS_NOT_LOW_RANK = (_both("training.optimizer", lambda name: name not in ("qgalore", "galore")), _UNUSED)
+_SGD = ("sgd", "ema_sgd")
+_IS_SGD = (
+    lambda old, new: all(_get(config, "training.optimizer") in _SGD for config in (old, new)),
+    "not used by this optimizer",
+)
+_IS_NOT_SGD = (lambda old, new: not _IS_SGD[0](old, new), "not used by this optimizer")
+_IS_NOT_LOW_RANK = _outside("training.optimizer", "qgalore", "galore")
 _LOW_RANK_FORMAT = KeyRule(Verdict.REFUSED, "the checkpoint has weights and states in that format", _IS_NOT_LOW_RANK)
-_IS_NOT_FP8_ADAMW = (_both("training.optimizer", lambda name: name != "fp8_adamw"), _UNUSED)
-_HAS_NO_8BIT_STATES = (lambda old, new: not (_has_8bit_states(old) or _has_8bit_states(new)), _UNUSED)
-_IS_NOT_WSD = (_both("training.lr_schedule", lambda name: name != "wsd"), "only wsd uses it")
-_IS_CONSTANT = (_both("training.lr_schedule", lambda name: name == "constant"), "the rate is constant")
-_IS_NOT_COAT = (_both("memory.activations", lambda name: name != "coat"), "only coat uses it")
-_SAME_ACTIVATIONS = (_same(lambda config: _get(config, "memory.activations") or "none"), "it is the default")
+_IS_NOT_FP8_ADAMW = _outside("training.optimizer", "fp8_adamw")
+_HAS_NO_8BIT_STATES = (lambda old, new: not (_has_8bit_states(old) or _has_8bit_states(new)), _IS_NOT_LOW_RANK[1])
+_IS_NOT_WSD = _outside("training.lr_schedule", "wsd", reason="only wsd uses it")
+_IS_CONSTANT = _outside("training.lr_schedule", "linear", "cosine", "wsd", reason="the rate is constant")
+_IS_NOT_COAT = _outside("memory.activations", "coat", reason="only coat uses it")
 _IS_LOSSLESS = (
     lambda old, new: all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config)),
     "nothing is rounded at a cut",
@@ -303,19 +292,25 @@ RULES: Mapping[str, KeyRule] = {
     "pipeline.in_flight": KeyRule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
     "memory.activations": KeyRule(
-        Verdict.INEXACT, "activations and products are rounded differently", _SAME_ACTIVATIONS
+        Verdict.INEXACT,
+        "activations and products are rounded differently",
+        _outside("memory.activations", "coat", reason="it is the default"),
     ),
     "memory.coat.backward_products": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_COAT),
     "memory.coat.keep_weight_codes": KeyRule(Verdict.EXACT, "weights that are encoded again have the same codes"),
     "wire": KeyRule(
-        Verdict.INEXACT, "tensors at cuts are rounded differently", (_same(_coding), "the codecs are equivalent")
+        Verdict.INEXACT,
+        "tensors at cuts are rounded differently",
+        (lambda old, new: _coding(old) == _coding(new), "the codecs are equivalent"),
     ),
     "wire.follow": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
     "wire.replay": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
     "links": KeyRule(Verdict.EXACT, "the time at which bytes arrive does not matter"),
     "security": KeyRule(Verdict.EXACT, _NOT_ARITHMETIC),
     "hosts": KeyRule(
-        Verdict.INEXACT, "other machines may round differently", (_same(_machines), "the same machines compute")
+        Verdict.INEXACT,
+        "other machines may round differently",
+        (lambda old, new: _machines(old) == _machines(new), "the same machines compute"),
     ),
 }
 """The rule of each key of cluster.yaml, by the longest prefix of its dotted name."""

@@ -16,7 +16,7 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tahq.pipeline.checkpoint.manifest import (
     snapshot_folder,
     snapshot_folders,
 )
-from tahq.pipeline.checkpoint.stage_file import SnapshotReader, check_sha256
+from tahq.pipeline.checkpoint.stage_file import check_sha256
 
 SET_ASIDE = MANIFEST + ".left"
 """Name of the manifest of a checkpoint that the run has turned back from."""
@@ -45,26 +45,20 @@ def publish(
 ) -> Manifest:
     """Declare a checkpoint complete: write its manifest, then point `latest` to it; wait for room on a full disk.
 
-    Other files in its folder, left by killed writers or another division of the model, are removed. Names of tensors
-    that a `StageFile` lacks are read from the file, if it is here.
+    Other files in its folder, left by killed writers or another division of the model, are removed.
 
     Args:
         snapshots: the run's folder of checkpoints.
         step: committed steps behind it.
         files: one per stage, each reported durable.
-        meta: plain values: `run_id`, the resolved `config`, and anything else to keep.
+        meta: see `Manifest`.
         give_up_s: seconds to wait for room, for each of the two files.
 
     Raises:
         SnapshotError: it cannot be written; `latest` still names the previous checkpoint.
     """
-    folder, entries = snapshot_folder(snapshots, step), []
-    for entry in sorted(files, key=lambda entry: entry.file):
-        if not entry.tensors and (folder / entry.file).is_file():
-            names = SnapshotReader(folder, {entry.file: entry.sha256}).names()
-            entry = replace(entry, tensors=tuple(sorted(names)))
-        entries.append(entry)
-    manifest = Manifest(step, tuple(entries), dict(meta))
+    folder = snapshot_folder(snapshots, step)
+    manifest = Manifest(step, tuple(sorted(files, key=lambda entry: entry.file)), dict(meta))
     wait_for_room(lambda: write_text_durably(folder / MANIFEST, manifest.to_json()), give_up_s)
     wait_for_room(lambda: write_text_durably(snapshots / LATEST, folder.name + "\n"), give_up_s)
     _remove_unlisted(folder, manifest)
@@ -74,10 +68,7 @@ def publish(
 def discard(snapshots: Path, step: int) -> None:
     """Remove an incomplete checkpoint, which takes the room of the next one.
 
-    A complete checkpoint in the same folder, of an earlier start of the run, stays.
-
-    Raises:
-        SnapshotError: it cannot be removed.
+    A complete checkpoint in the same folder, of an earlier start, stays. SnapshotError: it cannot be removed.
     """
     folder = snapshot_folder(snapshots, step)
     if (folder / MANIFEST).is_file():
@@ -93,7 +84,7 @@ def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None
     host that has only its own stage's files, `complete` replaces it, and every older folder counts as a checkpoint.
 
     Args:
-        snapshots: the run's folder of checkpoints.
+        snapshots: the run's folder.
         keep: complete checkpoints to keep, at least 1.
         complete: steps behind the newest one that the coordinator has; 0: it has none, so nothing is removed.
         base: steps behind the oldest one that a lost stage may restart from; it and newer ones stay. None: no limit.
@@ -159,7 +150,7 @@ def choose_snapshot(snapshots: Path, *, all_files_here: bool, before: float = ma
     no complete checkpoint does the newest complete one replace it.
 
     Args:
-        snapshots: the run's folder of checkpoints.
+        snapshots: the run's folder.
         all_files_here: whether a file that is not here is missing, or may be on its stage's host.
         before: only a checkpoint with fewer steps behind it than this.
 
@@ -197,12 +188,10 @@ def turn_back(snapshots: Path, chosen: Path) -> None:
             except OSError as error:
                 raise SnapshotError(f"cannot rename {manifest}: {error.strerror}; remove {manifest.parent}") from error
             log.warning("the run turns back from %s; its manifest is now called %s", manifest.parent.name, SET_ASIDE)
-    try:
-        is_named = latest_folder(snapshots) == chosen
-    except SnapshotError:
-        is_named = False
-    if not is_named:
-        write_text_durably(snapshots / LATEST, chosen.name + "\n")
+    with suppress(SnapshotError):
+        if latest_folder(snapshots) == chosen:
+            return
+    write_text_durably(snapshots / LATEST, chosen.name + "\n")
 
 
 def _candidates(snapshots: Path) -> Iterator[Path | str]:

@@ -8,7 +8,7 @@ CPU at once, needs another read for the hash, and hides the errno of a full disk
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,33 +47,27 @@ def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], m
     Raises:
         SnapshotError: the file cannot be written (DiskFullError: for lack of room); nothing is left of it.
     """
-    digest, nbytes = "", 0
-
-    def write(file: BinaryIO) -> str:
-        nonlocal digest, nbytes
-        digest = write_safetensors(file, tensors, {META_KEY: meta.to_json()})
-        nbytes = file.tell()
-        reached(SNAPSHOT, stage=stage, step=meta.step)
-        return f"stage-{stage:03d}-{digest[:NAME_DIGITS]}.safetensors"
-
-    path = write_durably(folder / f"stage-{stage:03d}{TEMPORARY_SUFFIX}", write)
-    return StageFile(path.name, digest, nbytes, tuple(sorted(tensors)))
-
-
-def write_safetensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write named tensors of any strides to an open file; returns the SHA-256 in hex."""
     # widest types first, so that every tensor is aligned to its own type
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    digest = hashlib.sha256()
-    header = _header(names, tensors, metadata)
-    for piece in (len(header).to_bytes(8, "little"), header):
-        digest.update(piece)
-        file.write(piece)
-    for name in names:
-        content = tensors[name].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-        digest.update(content)
-        file.write(content)
-    return digest.hexdigest()
+    header = _header(names, tensors, {META_KEY: meta.to_json()})
+    digest, nbytes = hashlib.sha256(), 0
+
+    def contents() -> Iterator[Any]:
+        yield from (len(header).to_bytes(8, "little"), header)
+        for name in names:
+            yield tensors[name].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    def write(file: BinaryIO) -> str:
+        nonlocal nbytes
+        for content in contents():
+            digest.update(content)
+            file.write(content)
+        nbytes = file.tell()
+        reached(SNAPSHOT, stage=stage, step=meta.step)
+        return f"stage-{stage:03d}-{digest.hexdigest()[:NAME_DIGITS]}.safetensors"
+
+    path = write_durably(folder / f"stage-{stage:03d}{TEMPORARY_SUFFIX}", write)
+    return StageFile(path.name, digest.hexdigest(), nbytes)
 
 
 def _header(names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:

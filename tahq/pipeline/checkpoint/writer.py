@@ -83,9 +83,8 @@ class SnapshotWriter:
                 raise
             self._num_made -= 1  # the buffer is freed with its memory
             self._warn_once(
-                "no memory",
                 "no memory for a copy of this stage, so training waits while its checkpoints are written; set "
-                "run.snapshot_buffers: 0 to plan for that",
+                "run.snapshot_buffers: 0 to plan for that"
             )
             return False
         self._filled = buffer
@@ -106,9 +105,10 @@ class SnapshotWriter:
         buffer = self._free.get()
         self._raise_failure()
         self._warn_once(
-            "slow disk",
-            f"the checkpoint after step {step} waited {time.monotonic() - begin_s:.1f} s for earlier ones: the disk "
-            "is too slow for this run.snapshot_every; raise it, or set run.dir to another disk",
+            "the checkpoint after step %d waited %.1f s for earlier ones: the disk is too slow for this "
+            "run.snapshot_every; raise it, or set run.dir to another disk",
+            step,
+            time.monotonic() - begin_s,
         )
         return buffer
 
@@ -124,10 +124,10 @@ class SnapshotWriter:
         if self._failure is not None:
             raise self._failure
 
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("%s", text)
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *values)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -159,11 +159,7 @@ class SnapshotBuffer:
         self._copied: Any = None
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy these tensors, of any strides, on the CPU and at most one CUDA device.
-
-        Raises:
-            RuntimeError: there is no memory for them (see `is_out_of_memory`).
-        """
+        """Copy these tensors, of any strides, on the CPU and at most one CUDA device; raises if memory lacks room."""
         self._memory = {name: memory for name, memory in self._memory.items() if name in tensors}
         self.tensors = {name: self._room(name, source) for name, source in tensors.items()}
         self._device = next((source.device for source in tensors.values() if source.is_cuda), None)

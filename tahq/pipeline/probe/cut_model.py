@@ -23,8 +23,7 @@ from tahq.data.batches import StepBatch
 from tahq.errors import ConfigError
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
-from tahq.pipeline.gradients import gradient_scale, scale_gradients, summed_cross_entropy
-from tahq.pipeline.tie import TiedEmbedding
+from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, scale_gradients, summed_cross_entropy
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 

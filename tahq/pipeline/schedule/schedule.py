@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: the actions of each stage, in order. It parses, prints and can be validated.
+"""A pipeline schedule as data: the actions of each stage, in order. It can be printed and validated.
 
 An action in torch's notation is `2F0`: chunk 2, forward, micro-batch 0. `B` is a whole backward; a split one is `I`
 (gradient of the input) and then `W` (gradient of the weights). Chunk c feeds chunk c + 1; a stage holds one chunk, or
@@ -11,17 +11,13 @@ Engine and simulator rely on what `validate` checks:
 - executed in the order given, with frames arriving at any time, no stage waits forever.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
 
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.grid import Cell, render
-
-_NOTATION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class ActionKind(StrEnum):
@@ -44,14 +40,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.micro_batch}"
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The action written as `2F0`; ScheduleError for any other form."""
-        match = _NOTATION.fullmatch(text)
-        if match is None:
-            raise ScheduleError(f"not an action: {text!r}; expected chunk, F, B, I or W, micro-batch, such as 2F0")
-        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -67,25 +55,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.actions)
-
-    @classmethod
-    def parse(cls, text: str, name: str = "custom") -> Self:
-        """A schedule from its printed form: a line per stage, actions separated by blanks.
-
-        A chunk is placed on the first stage that computes it; other errors are left to `validate`.
-
-        Raises:
-            ScheduleError: a word that is not an action, or a gap in the chunk numbers.
-        """
-        rows = tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
-        holders: dict[int, int] = {}
-        for stage, row in enumerate(rows):
-            for action in row:
-                holders.setdefault(action.chunk, stage)
-        if sorted(holders) != list(range(len(holders))):
-            raise ScheduleError(f"chunks must be 0, 1, 2 … without gaps; got {sorted(holders)}")
-        num_micro_batches = 1 + max((action.micro_batch for row in rows for action in row), default=-1)
-        return cls(name, num_micro_batches, rows, tuple(holders[chunk] for chunk in range(len(holders))))
 
     @property
     def num_stages(self) -> int:

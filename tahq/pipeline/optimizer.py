@@ -108,27 +108,20 @@ def _adam_keys(config: TrainingConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": config.betas, "eps": config.epsilon}
 
 
-def _fp32_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return plain_adamw_states(shape, torch.float32)
-
-
-def _bf16_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return plain_adamw_states(shape, torch.bfloat16)
-
-
-def _8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
-
-
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
-        return BlockwiseAdamW(groups, partial(_fp32_states, config), **_adam_keys(config))
+        return BlockwiseAdamW(groups, partial(_ADAMW.states, config), **_adam_keys(config))
     return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
 
 
 def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return BlockwiseAdamW(groups, partial(_8bit_states, config), block=config.adamw8bit.block, **_adam_keys(config))
+    states = partial(_ADAMW_8BIT.states, config)
+    return BlockwiseAdamW(groups, states, block=config.adamw8bit.block, **_adam_keys(config))
+
+
+def _adamw_bf16(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return BlockwiseAdamW(groups, partial(_ADAMW_BF16.states, config), **_adam_keys(config))
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
@@ -136,8 +129,11 @@ def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
     return DecoupledSgd(groups, lr=config.lr, momentum=config.momentum, foreach=False, fused=False)
 
 
-_ADAMW = OptimizerKind(_adamw, _fp32_states)
-_ADAMW_8BIT = OptimizerKind(_adamw8bit, _8bit_states)
+_ADAMW = OptimizerKind(_adamw, lambda config, shape: plain_adamw_states(shape, torch.float32))
+_ADAMW_BF16 = OptimizerKind(_adamw_bf16, lambda config, shape: plain_adamw_states(shape, torch.bfloat16))
+_ADAMW_8BIT = OptimizerKind(
+    _adamw8bit, lambda config, shape: adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
+)
 _BESIDE_LOW_RANK = OptimizerKind(
     lambda groups, config: (_ADAMW_8BIT if config.has_small_states else _ADAMW).build(groups, config),
     lambda config, shape: (_ADAMW_8BIT if config.has_small_states else _ADAMW).states(config, shape),
@@ -158,9 +154,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         lambda config, shape: fp8_adamw_states(config.fp8_adamw, shape),
     ),
     "adamw8bit": _ADAMW_8BIT,
-    "adamw_bf16": OptimizerKind(
-        lambda groups, config: BlockwiseAdamW(groups, partial(_bf16_states, config), **_adam_keys(config)), _bf16_states
-    ),
+    "adamw_bf16": _ADAMW_BF16,
     "qgalore": _BESIDE_LOW_RANK,
     "galore": _BESIDE_LOW_RANK,
 }

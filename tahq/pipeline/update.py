@@ -1,0 +1,176 @@
+"""The only place where weights change: a stage's parameters are updated as the coordinator commits.
+
+PREPARE reports `squared_norms`; COMMIT answers with (apply or skip, clip factor); only then does `StageUpdate.apply`
+change anything. Learning rates are a pure function of the step, so they are not sent. With `training.qgalore.fused` the
+backward itself applies the step, and COMMIT finds nothing left to do.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn import Parameter
+
+from tahq.memory.galore.low_rank_weight import LowRankWeight
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.gradients import HoldsGradient, TiedEmbedding, scale_gradients, squared_norm, squared_norms
+from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+
+WSD_DECAY_SHARE = 10
+"""Without `decay_steps`, the decay of `wsd` takes one in this many steps."""
+
+
+def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
+    """The rate of a step, a pure function of the configuration.
+
+    With s the step (from 0), T the number of steps, w that of warm-up steps, η the peak and μ the minimum:
+
+        warm-up   s < w         η · (s + 1) / (w + 1)
+        constant                η
+        linear                  η + (μ − η) · p                     p = (s − w) / (T − w)
+        cosine                  η + (μ − η) · (1 − cos πp) / 2      the same p
+        wsd                     η until T − d, then linear with     p = (s − (T − d)) / d
+
+    p is clamped to [0, 1]. The warm-up never starts at 0 and meets η at s = w; a decay reaches μ at s = T, the first
+    step that is not taken, so no step is wasted on a rate of 0. `wsd` (warm-up, stable, decay) is the schedule of
+    MiniCPM (Hu et al. 2024) with a linear decay.
+
+    Returns:
+        The rate, in (0, lr] during warm-up and in [min_lr, lr] after it; past `total_steps` it stays constant.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    if config.lr_schedule == "constant":
+        return config.lr
+    if step >= total_steps:
+        return config.min_lr
+    start = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        start = max(start, total_steps - (config.decay_steps or max(1, total_steps // WSD_DECAY_SHARE)))
+    progress = max(0.0, (step - start) / (total_steps - start))
+    if config.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    # each operation is monotone in `progress` even after rounding, which a sum of two products is not
+    rate = config.lr - (config.lr - config.min_lr) * progress
+    return config.min_lr if progress >= 1 else max(config.min_lr, rate)
+
+
+class StageUpdate:
+    """Optimizer and learning rate of one stage, whose parameters and low-rank weights come by canonical name.
+
+    With `training.qgalore.fused` each weight takes its step within the backward, as soon as it has its gradient, which
+    is then freed. That is for one stage, one micro-batch and no clipping, because elsewhere a step is only decided once
+    all gradients are there. No step can be skipped, so a non-finite one ends the run (`training.non_finite: halt`).
+    Weights get the bits that COMMIT would have given them. Weight gradients of a split backward bypass autograd's
+    hooks, so zero-bubble is refused (`ClusterConfig`). Source: Q-GaLore §3.5; Lv et al. 2023, Full Parameter
+    Fine-tuning for LLMs with Limited Resources (LOMO), §3.1.
+
+    Args:
+        config: `training:`.
+        parameters: by canonical name.
+        decayed: which of them have weight decay.
+        total_steps: of the run.
+        tied: has a second copy of a weight, which is left out of the norm.
+        low_rank: weights that are trained in a subspace, by canonical name.
+        gradient_scale: the factor that gradients carry in the backward; None: never fuse.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        parameters: Mapping[str, Parameter],
+        decayed: Callable[[str, Parameter], bool],
+        total_steps: int,
+        tied: TiedEmbedding | None = None,
+        low_rank: Mapping[str, LowRankWeight] | None = None,
+        gradient_scale: float | None = None,
+    ) -> None:
+        self._config = config
+        self._parameters = dict(parameters)
+        self._low_rank = dict(low_rank or {})
+        self._total_steps = total_steps
+        self._uncounted = tied.uncounted if tied is not None else None
+        self._gradient_scale = gradient_scale or 1.0
+        self._is_fused = config.is_fused and gradient_scale is not None
+        self._step = 0
+        self._squares: list[torch.Tensor] = []
+        """‖g‖² of the weights that have taken their step within the backward."""
+        self.optimizer = build_optimizer(config, self._parameters, decayed)
+        if self._is_fused:
+            for parameter in self._parameters.values():
+                parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
+            for weight in self._low_rank.values():
+                weight.on_gradient = self._step_alone
+
+    def begin(self, step: int) -> None:
+        """Gradients from now on belong to this step."""
+        self._step, self._squares = step, []
+        for weight in self._low_rank.values():
+            weight.begin(step)
+
+    def squared_norms(self) -> list[float]:
+        """‖g‖² in fp64 of each parameter, for PREPARE; for low-rank weights, of the projected gradient."""
+        if not self._is_fused:
+            return squared_norms(p for p in self._gradient_holders() if p is not self._uncounted)
+        if any(parameter.grad is not None for parameter in self._parameters.values()):
+            raise AssertionError("a gradient bypassed the hooks of the fused update")
+        return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []
+
+    def apply(self, step: int, clip_factor: float) -> None:
+        """Clip by the global factor and take the optimizer's step."""
+        scale_gradients(self._gradient_holders(), clip_factor)
+        lr = self._set_rate(step)
+        self.optimizer.step()
+        for weight in self._low_rank.values():
+            weight.apply(step, lr, self._config.weight_decay)
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients, after a step or instead of a skipped one."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for weight in self._low_rank.values():
+            weight.discard()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer states, by their names in a checkpoint."""
+        weights = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
+        states = optimizer_tensors(self.optimizer, self._parameters)
+        for weight in self._low_rank.values():
+            weights |= weight.weight_tensors()
+            states |= weight.states()
+        return weights | {f"optimizer/{name}": tensor for name, tensor in states.items()}
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
+        """Restore weights and optimizer states, bit for bit, from a checkpoint with these names."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(read(f"model/{name}"))
+        for weight in self._low_rank.values():
+            weight.load(read)
+        states = {}
+        for name in sorted(names):
+            prefix, _, state = name.partition("/")
+            if prefix == "optimizer" and state.partition("/")[2] in self._parameters:
+                states[state] = read(name)
+        if states:
+            load_optimizer_tensors(self._config, self.optimizer, self._parameters, states)
+
+    def _gradient_holders(self) -> list[HoldsGradient]:
+        return [*self._parameters.values(), *self._low_rank.values()]
+
+    def _step_alone(self, holder: torch.Tensor | LowRankWeight) -> None:
+        """Within the backward: the step of one weight, a low-rank one or the only parameter that has a gradient."""
+        scale_gradients([holder], 1 / self._gradient_scale)
+        self._squares.append(squared_norm(holder))
+        lr = self._set_rate(self._step)
+        if isinstance(holder, LowRankWeight):
+            holder.apply(self._step, lr, self._config.weight_decay)
+        else:
+            self.optimizer.step()
+            holder.grad = None
+
+    def _set_rate(self, step: int) -> float:
+        lr = learning_rate(self._config, step, self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr

@@ -1,1 +1,0 @@
-"""From accumulated gradients to new weights."""
