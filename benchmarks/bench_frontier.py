@@ -20,7 +20,7 @@ from harness import Table, main
 from safetensors.torch import load_file
 
 from tahq.quant import get_codec
-from tahq.quant.gaussian_bound import relative_error_bound
+from tahq.quant.comparison import relative_error_bound
 from tahq.randomness import derive_seed
 
 DATA = Path(__file__).parents[2] / "shared" / "data"

@@ -1,17 +1,32 @@
 """The contract of a codec (a tensor to bytes and back), and the codecs whose layout depends on the shape alone."""
 
+import fcntl
+import logging
+import os
+import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
 
 from tahq.errors import CodecError
 from tahq.quant import stream
 from tahq.quant.backends import AUTO, check_backend, kernels_for, load
-from tahq.quant.first_use import one_compiles
 from tahq.quant.spec import CodecSpec
 from tahq.quant.tiling import check_decodable, check_encodable
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.02
+_TELLING_S = 1.0
+"""Longer waits are logged."""
+_LONGEST_S = 60.0
+_CACHES = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")
+_INSTALLATION = Path(__file__).resolve().parent
 
 
 class Codec(ABC):
@@ -110,3 +125,45 @@ class FramedCodec(Codec):
             load(self.spec.name, "reference").decode(layout, buf, dtype, key=key, threads=1)  # says what is wrong
             raise CodecError(f"{self.spec}: damaged stream, but the reference accepts it: please report this")
         return values
+
+
+@contextmanager
+def one_compiles(kernels: str, longest_s: float = _LONGEST_S) -> Iterator[None]:
+    """A context in which kernels are compiled or loaded: of several processes that need the same, one compiles.
+
+    The first process enters at once. The others wait until it has left, then enter together and load its cache; if all
+    compiled, each would slow the others. After `longest_s` a process enters anyway: the first may have been stopped,
+    and compiling twice is slower, not wrong. The lock is the operating system's (flock), so a process that dies while
+    holding it releases it. Processes with other `kernels`, a name, or another cache do not wait for each other.
+    """
+    cache_of = "\n".join((kernels, str(_INSTALLATION), *(os.environ.get(name, "") for name in _CACHES)))
+    name = blake2b(cache_of.encode(), digest_size=8).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"tahq-kernels-{os.getuid()}" / f"{name}.lock"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if not _takes(lock, fcntl.LOCK_EX):
+            _wait(lock, kernels, longest_s)
+        yield
+    finally:
+        os.close(lock)  # which unlocks it
+
+
+def _wait(lock: int, kernels: str, longest_s: float) -> None:
+    began_s = time.monotonic()
+    while not _takes(lock, fcntl.LOCK_SH):
+        if time.monotonic() - began_s >= longest_s:
+            _log.warning("%s: another process has been compiling it for %.0f s; not waiting longer", kernels, longest_s)
+            return
+        time.sleep(_POLL_S)
+    waited_s = time.monotonic() - began_s
+    if waited_s > _TELLING_S:
+        _log.info("%s: waited %.1f s for another process that has compiled it", kernels, waited_s)
+
+
+def _takes(lock: int, how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,8 +1,13 @@
 """Measures what each codec costs and loses on one tensor: bytes, errors, bias and speed.
 
-Squared error alone misleads (an error that repeats on every token hurts a gradient more than a larger one
-that averages out), so a report has several yardsticks: the error of the whole tensor, of its worst token, and
-what of it remains in the mean over draws of a randomised codec.
+Squared error alone misleads (an error that repeats on every token hurts a gradient more than a larger one that averages
+out), so a report has several yardsticks: the error of the whole tensor, of its worst token, and what of it remains in
+the mean over draws of a randomised codec. Beside them stands the rate-distortion bound: the least error of any codec if
+values were independent Gaussians with the variance of their tile, the mean square of its G consecutive channels, and
+both ends knew the variances for nothing. At G = 64 and 3.8 bits it says 0.070 of GPT-2 small's boundary activations and
+0.042 to 0.048 of its gradients, whose energy differs more between tokens; one variance for all says 2^−3.8 = 0.072 of
+any tensor. Codes of real values may do better where neighbours depend on each other, or channels differ (a variance per
+channel says 0.064 to 0.069 of these activations, but 0.070 to 0.072 of the gradients).
 """
 
 import math
@@ -15,8 +20,7 @@ import torch
 from tahq.errors import CodecError
 from tahq.quant import AUTO, get_codec
 from tahq.quant.codec import Codec
-from tahq.quant.gaussian_bound import relative_error_bound
-from tahq.quant.tiling import check_encodable
+from tahq.quant.tiling import Tiling, check_encodable
 from tahq.randomness import derive_seed
 
 USUAL_SPECS = (
@@ -90,10 +94,9 @@ def compare(
 
     Args:
         x: [..., C], fp32, bf16 or fp16, finite and not all zero; the device it lies on does the work.
-        specs: of the codecs, in the order of the reports.
+        specs: in the order of the reports.
         draws: keys for a codec that looks at its key, 2 or more.
-        backend: of the codecs, as `get_codec` takes it.
-        threads: of a CPU backend.
+        backend: as `get_codec` takes it, and `threads`, too.
         repeats: how often encoding and decoding are timed; the first call of each codec is not.
         seed: of the keys.
         clock: seconds, for the timing alone.
@@ -162,15 +165,56 @@ def _norm(x: torch.Tensor) -> float:
 def _fastest_s(
     action: Callable[[], torch.Tensor], repeats: int, clock: Callable[[], float], device: torch.device
 ) -> float:
-    def wait() -> None:
+    def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        return clock()
 
     times = []
     for _ in range(repeats):
-        wait()
-        start = clock()
+        start = now()
         action()
-        wait()
-        times.append(clock() - start)
+        times.append(now() - start)
     return min(times)
+
+
+def relative_error_bound(x: torch.Tensor, bits: float, group: int = 64) -> float:
+    """The bound as a relative error ‖x̂ − x‖/‖x‖ = √(D(R)/mean x²), 0 for zeros.
+
+    Args:
+        x: [..., C], finite, any floating-point type, with at least one element.
+        bits: R, bits per element.
+        group: G of the tiles, as codecs take it: cut down to what divides C (`Tiling`).
+
+    Raises:
+        CodecError: x has no dimension.
+    """
+    tiling = Tiling.of(x.shape, group)
+    energy = tiling.split(x.detach()).double().square().sum(dim=-1)
+    channels = torch.full_like(energy, tiling.group)
+    channels[..., -1] -= tiling.padding
+    total = float(energy.sum())
+    return math.sqrt(distortion(energy / channels, bits, channels) / (total / x.numel())) if total else 0.0
+
+
+def distortion(variances: torch.Tensor, bits: float, weights: torch.Tensor | None = None) -> float:
+    """Least mean squared error of independent Gaussian components at a mean rate, by reverse water-filling.
+
+    D(R) = Σ wᵢ·min(vᵢ, θ), where the water level θ spends the rate: Σ wᵢ·max(0, ½·log2(vᵢ/θ)) = R
+    (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3). Were only the k largest components
+    coded, θ would follow in closed form; the right k is the one whose θ is highest, as leaving out one that
+    deserves bits, or coding one that does not, lowers it.
+
+    Example:
+        Variances 4 and 1 at one bit per component: θ = ½, rates 1.5 and 0.5, D = 0.5.
+
+    Args:
+        variances: not negative, any shape.
+        bits: R, mean rate in bits per component, 0 or above.
+        weights: of each component in both means, the same shape; equal if left out.
+    """
+    order = variances.flatten().double().sort(descending=True)
+    weight = torch.ones_like(order.values) if weights is None else weights.flatten().double()[order.indices]
+    weight = weight / weight.sum()
+    log_levels = ((weight * order.values.log()).cumsum(0) - 2 * math.log(2) * bits) / weight.cumsum(0)
+    return float((weight * order.values.clamp(max=log_levels.max().exp())).sum())

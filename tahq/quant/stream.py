@@ -15,8 +15,7 @@ import torch
 
 from tahq.errors import CodecError
 from tahq.quant.spec import CodecSpec
-from tahq.quant.tiling import Tiling
-from tahq.quant.transforms import MAX_EXPONENT, TOP_EXPONENT
+from tahq.quant.tiling import MAX_EXPONENT, TOP_EXPONENT, Tiling
 
 HEADER_NBYTES = 16
 ALIGNMENT = 16

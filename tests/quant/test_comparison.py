@@ -8,8 +8,7 @@ import torch
 
 from tahq.errors import CodecError
 from tahq.quant import get_codec
-from tahq.quant.comparison import USUAL_SPECS, compare
-from tahq.quant.gaussian_bound import relative_error_bound
+from tahq.quant.comparison import USUAL_SPECS, compare, relative_error_bound
 from tahq.randomness import derive_seed
 
 

@@ -7,15 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.quant import bit_planes
-from tahq.quant.cpu import gaussian as cpu_gaussian
 from tahq.quant.cpu.hadamard import hadamard
 from tahq.quant.cpu.levels import (
-    Ladder,
+    ScaledLevels,
+    allocate,
     find_index,
     find_level,
     levels,
     nearest_code,
-    scale_ladder,
+    read_widths,
+    scale_levels,
     scale_of,
     stochastic_code,
     write_codes,
@@ -24,7 +25,7 @@ from tahq.quant.cpu.numbers import Key, hash_of
 from tahq.quant.gaussian import bit_allocation, small_scale
 from tahq.quant.gaussian.levels import magnitude_indices, magnitudes_of, signed_codes, threshold_table
 from tahq.quant.stochastic_rounding import hashes
-from tahq.quant.transforms import hadamard as reference_hadamard
+from tahq.quant.tiling import hadamard as reference_hadamard
 
 ONE = np.float32(1.0)
 
@@ -42,13 +43,13 @@ def magnitudes_around(bits, scale):
 @pytest.mark.parametrize("scale", [1.0, 0.7, 1e-4, 1.9e4, 3e-30, 1e-38, 1e-42, 0.0])
 def test_indices_and_levels_equal_the_reference_at_every_threshold(bits, scale):
     z, width, step = magnitudes_around(bits, scale), torch.tensor([bits]), torch.tensor([scale])
-    ladder = Ladder.of(z.size)
-    scale_ladder(levels(), bits, np.float32(scale), ONE, ladder)
-    find_index(levels(), bits, np.float32(scale), z, ladder)
+    scaled = ScaledLevels.of(z.size)
+    scale_levels(levels(), bits, np.float32(scale), ONE, scaled)
+    find_index(levels(), bits, np.float32(scale), z, scaled)
     index = magnitude_indices(torch.from_numpy(z).view(1, -1), step, width)
-    assert ladder.indices.tolist() == index[0].tolist()
-    find_level(levels(), bits, np.float32(scale), z, ladder)
-    assert ladder.level.tolist() == magnitudes_of(index, width)[0].tolist()
+    assert scaled.indices.tolist() == index[0].tolist()
+    find_level(levels(), bits, np.float32(scale), z, scaled)
+    assert scaled.level.tolist() == magnitudes_of(index, width)[0].tolist()
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -92,12 +93,12 @@ def test_widths_equal_the_reference(tile_levels, spent):
     budget = count + round(spent * 7 * count)
     expected = bit_allocation.allocate(torch.tensor(tile_levels, dtype=torch.int32), budget)
     packed = np.zeros(-(-3 * count // 8), np.uint8)
-    starts = cpu_gaussian.allocate(np.array(tile_levels, np.int32), budget, packed)
+    starts = allocate(np.array(tile_levels, np.int32), budget, packed)
     assert np.diff(starts).tolist() == expected.tolist()
     assert starts[-1] == budget
     assert packed.tolist() == bit_planes.pack_numbers((expected - 1).to(torch.uint8), 3).tolist()
     read = np.empty_like(starts)
-    cpu_gaussian.read_widths(packed, read)
+    read_widths(packed, read)
     assert np.array_equal(read, starts)
 
 

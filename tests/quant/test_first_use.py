@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tahq.quant import get_codec
-from tahq.quant.first_use import one_compiles
+from tahq.quant.codec import one_compiles
 
 PATIENCE_S = 30
 KERNELS = "tah on cpu"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.boundary import boundary, needs_fixture
 
 from tahq.errors import CodecError
-from tahq.quant.gaussian_bound import distortion, relative_error_bound
+from tahq.quant.comparison import distortion, relative_error_bound
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ def test_bits_are_allocated_as_by_the_reference(kind, count):
 def test_planes_before_a_tile_are_counted_over_many_programs():
     """Each of a decoder's programs counts those before its tiles for itself, 32,768 tiles at a time."""
     from tahq.quant.gaussian import triton as eden_triton
-    from tahq.quant.gaussian.triton_stream import SLOTS
 
     layout = layout_of("eden:bits=2.5,group=8", (8750, 64))
     count = layout.tiling.num_tiles
@@ -71,10 +70,10 @@ def test_planes_before_a_tile_are_counted_over_many_programs():
     buf = torch.zeros(layout.sections.nbytes, dtype=torch.uint8)
     packed = bit_planes.pack_numbers((width - 1).to(torch.uint8), tile_stream.WIDTH_BITS)
     layout.sections.view(buf, "width").copy_(packed)
-    work = torch.full((SLOTS + count + 1,), -1, dtype=torch.int32)
+    work = torch.full((eden_triton.SLOTS + count + 1,), -1, dtype=torch.int32)
     _, starts = eden_triton.plan(layout).decode[0]
     starts(buf, work)
-    assert torch.equal(work[SLOTS:], torch.nn.functional.pad(width.cumsum(0, dtype=torch.int32), (1, 0)))
+    assert torch.equal(work[eden_triton.SLOTS :], torch.nn.functional.pad(width.cumsum(0, dtype=torch.int32), (1, 0)))
     assert work[1] == 0
 
 

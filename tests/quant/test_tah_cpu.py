@@ -15,7 +15,7 @@ from support.agreement import compare
 from tahq.quant import get_codec
 from tahq.quant.cpu.numbers import Values
 from tahq.quant.cpu.tiles import Grid
-from tahq.quant.tah.cpu_kernels import is_outlier, least_second
+from tahq.quant.tah.cpu import is_outlier, least_second
 from tahq.quant.tah.cpu_lanes import scan
 from tahq.quant.tah.cpu_select import Sums, entropies, log2_of, measure_and_sum
 from tahq.quant.tah.reference import EPSILON, entropy_, outlier_ratio

@@ -7,7 +7,7 @@ import torch
 from tahq.quant.spec import CodecSpec, TahSpec
 from tahq.quant.tah import reference as tah_reference
 from tahq.quant.tah.stream import TahLayout, unpack
-from tahq.quant.transforms import TOP_EXPONENT, largest_magnitude, top_exponent
+from tahq.quant.tiling import TOP_EXPONENT, largest_magnitude, top_exponent
 
 ENTROPY_TOLERANCE = 1e-5
 

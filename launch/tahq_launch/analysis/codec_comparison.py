@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from tahq.errors import CodecError, UserError
 from tahq.quant import CodecSpec
 from tahq.quant.backends import check_backend
-from tahq.quant.comparison import USUAL_SPECS, CodecReport, check_comparable, compare
-from tahq.quant.gaussian_bound import relative_error_bound
+from tahq.quant.comparison import USUAL_SPECS, CodecReport, check_comparable, compare, relative_error_bound
 from tahq.quant.tiling import ENCODABLE
 from tahq.units import format_size
 from tahq_launch.analysis.codec_inspection import codec_errors

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from tahq.memory.galore.stored_weight import FINER, GROUP, MARGIN, OFFSET, SMALLEST_SCALE, STEPS, TOP_CODE
-from tahq.quant.gpu.hash import hash_words
 from tahq.quant.gpu.launch import EXACT, key_halves, on_device_of
+from tahq.quant.gpu.tiles import hash_words
 
 if TYPE_CHECKING:
     from tahq.memory.galore.stored_weight import Int8Weight

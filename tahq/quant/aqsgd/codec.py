@@ -11,21 +11,23 @@ Rules, which both ends follow:
 - without sample ids (evaluation) samples are sent whole, as at a first visit, and not remembered;
 - `cache=none` remembers nothing and sends Q(x) every time, whatever the ids: the paper's control.
 
-Puts together `aqsgd.reference` (arithmetic), `aqsgd.stream` (bytes) and `aqsgd.cache` (what is remembered).
+Shape letters: S tokens, C channels, E samples per block of the memory.
 """
 
+import errno
+import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tahq.errors import CodecError
-from tahq.quant.aqsgd import reference as aqsgd_reference
+from tahq.errors import CodecError, SnapshotError, UserError
 from tahq.quant.aqsgd import stream as aqsgd_stream
-from tahq.quant.aqsgd.cache import SampleCache, in_memory, mapped_file
-from tahq.quant.aqsgd.stream import NO_ID, AqsgdLayout, AqsgdParts, Record
+from tahq.quant.aqsgd.reference import AqsgdParts, decode_samples, encode_samples
+from tahq.quant.aqsgd.stream import AqsgdLayout, Record, has_ids
 from tahq.quant.codec import Codec
 from tahq.quant.spec import AqsgdSpec
 from tahq.quant.stream import accept
@@ -33,6 +35,129 @@ from tahq.quant.tiling import check_decodable, check_encodable, check_shape
 
 SENT, RECEIVED = "sent/", "received/"
 """Prefixes of the names of state tensors, for the two ends."""
+IDS, VISITS, ENTRIES = "ids", "visits", "entries/"
+BLOCK_NBYTES = 16 * 1024 * 1024
+"""A block of a memory has as many samples as fit into this, at least one."""
+
+
+def in_memory(num_values: int) -> torch.Tensor:
+    """A block in memory: fp16 [num_values] of any content. The system provides pages as they are written."""
+    return torch.empty(num_values, dtype=torch.float16)
+
+
+def mapped_file(folder: Path, num_values: int) -> torch.Tensor:
+    """A block in an unnamed file in `folder`, mapped into memory, which the kernel takes back when the process ends.
+
+    Its space is reserved at once, so that a full disk is an error here and not a signal at a later write.
+    """
+    nbytes = 2 * num_values
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="aqsgd-", suffix=".fp16") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return torch.from_file(file.name, shared=True, size=num_values, dtype=torch.float16)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        raise UserError(
+            f"cannot keep {nbytes:,} more bytes of AQ-SGD's cache in {folder}: {error.strerror}; "
+            f"{'free some space' if full else 'make it writable'}, choose another run.dir, or cache=memory"
+        ) from error
+
+
+class SampleCache:
+    """The memory of one end of a cut: the last activation sent for each sample, fp16 [S, C], in the host's memory.
+
+    Samples get a place in the order of their first visit, in blocks that `allocate` makes as they are needed.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], block_nbytes: int = BLOCK_NBYTES) -> None:
+        self._allocate = allocate
+        self._block_nbytes = block_nbytes
+        self._blocks: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+        self._visits: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is remembered: 2·S·C per sample."""
+        return len(self._places) * 2 * self._blocks[0][0].numel() if self._blocks else 0
+
+    def records(self, sample_ids: Iterable[int]) -> tuple[Record, ...]:
+        """What is remembered of each of these samples now; reads all of it, for the checksum."""
+        return tuple(map(self._record, sample_ids))
+
+    def entries(self, sample_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of what is remembered of these samples, all of which are: fp16 [N, S, C]."""
+        return torch.stack([self._entry(self._places[sample_id]) for sample_id in sample_ids])
+
+    def check_shape(self, shape: tuple[int, int]) -> None:
+        """Refuse tensors of another shape than those that are remembered."""
+        if self._blocks and self._blocks[0].shape[1:] != shape:
+            raise CodecError(
+                f"aqsgd remembers samples of shape {list(self._blocks[0].shape[1:])}, got one of {list(shape)}; "
+                "a stateful codec belongs to one cut: make one for each"
+            )
+
+    def store(self, sample_id: int, entry: torch.Tensor) -> None:
+        """Remember fp16 [S, C] of a sample, in place of what was; one more visit."""
+        place = self._places.get(sample_id)
+        if place is None:
+            place = self._places[sample_id] = len(self._places)
+            self._visits.append(0)
+            per_block = max(1, self._block_nbytes // (2 * entry.numel()))
+            if place == per_block * len(self._blocks):
+                self._blocks.append(self._allocate(per_block * entry.numel()).view(per_block, *entry.shape))
+        self._entry(place).copy_(entry)
+        self._visits[place] += 1
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it: `ids` and `visits`, int64 [N] in the order of places, and `entries/00000`, … fp16 [≤ E, S, C].
+
+        The entries are views: they change with the next `store`.
+        """
+        if not self._blocks:
+            return {}
+        num_samples, per_block = len(self._places), len(self._blocks[0])
+        filled = {
+            f"{ENTRIES}{number:05d}": block[: num_samples - number * per_block]
+            for number, block in enumerate(self._blocks)
+        }
+        return {IDS: torch.tensor(list(self._places)), VISITS: torch.tensor(self._visits), **filled}
+
+    def load(self, names: Iterable[str], read: Callable[[str], torch.Tensor], shape: tuple[int, ...]) -> None:
+        """Replace all that is remembered by the `tensors` of another cache, of which `read` returns one by its name.
+
+        Entries of another shape than [S, C] are dropped. SnapshotError if the tensors do not belong together.
+        """
+        self._blocks, self._places, self._visits = [], {}, []
+        blocks = sorted(name for name in names if name.startswith(ENTRIES))
+        if not blocks or read(blocks[0]).shape[1:] != shape:
+            return
+        ids, visits = read(IDS).tolist(), read(VISITS).tolist()
+        entries = (entry for name in blocks for entry in read(name))
+        for sample_id, entry in zip(ids, entries, strict=False):
+            self.store(sample_id, entry)
+        if not len(ids) == len(visits) == len(self._places) or next(entries, None) is not None:
+            raise SnapshotError(
+                f"the state of aqsgd says {len(ids)} samples and {len(visits)} counts of visits, and has other than "
+                f"{len(ids)} entries; resume from another checkpoint"
+            )
+        self._visits = visits
+
+    def _record(self, sample_id: int) -> Record:
+        place = self._places.get(sample_id)
+        if place is None:
+            return Record(sample_id)
+        return Record(sample_id, self._visits[place], checksum(self._entry(place)))
+
+    def _entry(self, place: int) -> torch.Tensor:
+        block, row = divmod(place, len(self._blocks[0]))
+        return self._blocks[block][row]
+
+
+def checksum(entry: torch.Tensor) -> int:
+    """CRC-32 (zlib) of the fp16 values, little-endian, in row order."""
+    return zlib.crc32(entry.view(torch.uint8).numpy().data)
 
 
 class AqsgdCodec(Codec):
@@ -66,14 +191,13 @@ class AqsgdCodec(Codec):
             CodecError: x is not fp32, bf16 or fp16, has no dimension, or the number of ids is not B.
         """
         check_encodable(x)
-        records = self._records(self._sent, x.shape, sample_ids)
-        layout = self._layout(x.shape, records)
+        records, layout = self._prepared(self._sent, x.shape, sample_ids)
         if layout.is_empty:
             return aqsgd_stream.new_stream(layout, 0, x.device)
-        memory = _memory(self._sent, layout, records, x.device)
-        parts = _parts(x.detach(), layout, memory)
-        if _has_ids(records):
-            _remember(self._sent, records, parts, _restored(layout, parts, memory))
+        memory, bits = _memory(self._sent, layout, records, x.device), self.spec.bits
+        parts = encode_samples(x.detach().reshape(layout.grid).float(), layout.is_whole, memory, bits)
+        if has_ids(records):
+            _remember(self._sent, records, parts, decode_samples(parts, layout.is_whole, memory, bits))
         return aqsgd_stream.pack(layout, records, parts)
 
     def decode(
@@ -92,8 +216,7 @@ class AqsgdCodec(Codec):
         """
         check_decodable(dtype)
         aqsgd_stream.check_length(self.spec, shape, buf)
-        records = self._records(self._received, shape, sample_ids)
-        layout = self._layout(shape, records)
+        records, layout = self._prepared(self._received, shape, sample_ids)
         if layout.is_empty:
             if aqsgd_stream.check_header(self.spec, accept(buf, layout.sections.nbytes, self.spec)):
                 raise CodecError(f"{self.spec}: damaged stream: a tensor without elements is flagged as not finite")
@@ -101,8 +224,9 @@ class AqsgdCodec(Codec):
         if self.spec.has_cache:
             check_agreement(self.spec, aqsgd_stream.read_records(self.spec, shape, buf), records)
         parts = aqsgd_stream.unpack(layout, buf)
-        restored = _restored(layout, parts, _memory(self._received, layout, records, buf.device))
-        if _has_ids(records):
+        memory = _memory(self._received, layout, records, buf.device)
+        restored = decode_samples(parts, layout.is_whole, memory, self.spec.bits)
+        if has_ids(records):
             _remember(self._received, records, parts, restored)
         largest = torch.finfo(dtype).max  # what is beyond it becomes that
         values = restored.to(torch.float32, copy=True).clamp_(-largest, largest)
@@ -110,8 +234,6 @@ class AqsgdCodec(Codec):
 
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Does nothing: there is no kernel to compile."""
-
-    # -- state -----------------------------------------------------------------------------------
 
     @property
     def state_nbytes(self) -> int:
@@ -167,22 +289,21 @@ class AqsgdCodec(Codec):
         make = partial(mapped_file, self._folder) if self.spec.cache == "file" else in_memory
         return make(num_values)
 
-    # -- one micro-batch -------------------------------------------------------------------------
-
-    def _records(self, end: SampleCache, shape: Sequence[int], sample_ids: Sequence[int] | None) -> tuple[Record, ...]:
-        """What an end remembers of each sample before this micro-batch; without ids where nothing is to be."""
+    def _prepared(
+        self, end: SampleCache, shape: Sequence[int], sample_ids: Sequence[int] | None
+    ) -> tuple[tuple[Record, ...], AqsgdLayout]:
+        """What an end remembers of each sample before this micro-batch, and the layout that follows from it."""
         samples, tokens, channels = aqsgd_stream.grid(check_shape(shape))
         if sample_ids is None or not self.spec.has_cache:
-            return (Record(),) * (0 if 0 in shape else samples)
-        ids = [int(number) for number in sample_ids]
-        if len(ids) != samples or not all(0 <= number < 2**63 for number in ids):
-            raise CodecError(f"{self.spec}: {samples} samples need as many sample ids, from 0 to 2^63; got {ids}")
-        end.check_shape((tokens, channels))
-        return end.records(ids)
-
-    def _layout(self, shape: Sequence[int], records: Sequence[Record]) -> AqsgdLayout:
+            records = (Record(),) * (0 if 0 in shape else samples)
+        else:
+            ids = [int(number) for number in sample_ids]
+            if len(ids) != samples or not all(0 <= number < 2**63 for number in ids):
+                raise CodecError(f"{self.spec}: {samples} samples need as many sample ids, from 0 to 2^63; got {ids}")
+            end.check_shape((tokens, channels))
+            records = end.records(ids)
         is_whole = [self.spec.has_cache and record.visits == 0 for record in records]
-        return AqsgdLayout.of(self.spec, shape, is_whole)
+        return records, AqsgdLayout.of(self.spec, shape, is_whole)
 
 
 def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Record]) -> None:
@@ -202,46 +323,13 @@ def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Rec
             )
 
 
-def _has_ids(records: Sequence[Record]) -> bool:
-    return any(record.sample_id != NO_ID for record in records)
-
-
 def _memory(
     end: SampleCache, layout: AqsgdLayout, records: Sequence[Record], device: torch.device
 ) -> torch.Tensor | None:
     """m of the samples that are sent as changes, fp16 [K, S, C]; None where there is none to be relative to."""
-    rows = layout.rows(whole=False)
-    if not rows or not layout.spec.has_cache:
-        return None
-    return end.entries([records[row].sample_id for row in rows]).to(device)
-
-
-def _parts(x: torch.Tensor, layout: AqsgdLayout, memory: torch.Tensor | None) -> AqsgdParts:
-    """What is sent of x. A token that is not finite is sent as no change, or as zeros, and marked."""
-    tokens = x.reshape(layout.grid).float()
-    marks = ~tokens.isfinite().all(dim=-1)
-    tokens = tokens.masked_fill(marks.unsqueeze(-1), 0.0)
-    whole, changed = (_take(tokens, layout.rows(whole=is_whole)) for is_whole in (True, False))
-    if memory is not None:
-        marked = _take(marks, layout.rows(whole=False)).unsqueeze(-1)
-        changed = (changed - memory.float()).masked_fill_(marked, 0.0)
-    if changed.numel():
-        scale, codes = aqsgd_reference.quantize(changed, layout.spec.bits)
-    else:
-        scale, codes = changed.new_empty(0, dtype=torch.float16), changed.to(torch.uint8)
-    return AqsgdParts(marks, scale, aqsgd_reference.to_fp16(whole), codes)
-
-
-def _restored(layout: AqsgdLayout, parts: AqsgdParts, memory: torch.Tensor | None) -> torch.Tensor:
-    """What the receiver gets of all samples, [B, S, C]: fp16 with a cache, fp32 without."""
-    if not parts.codes.numel():
-        return parts.values
-    change = aqsgd_reference.dequantize(parts.scale, parts.codes, layout.spec.bits)
-    changed = change if memory is None else aqsgd_reference.advance(memory, change)
-    if not parts.values.numel():
-        return changed
-    sources = torch.tensor([*layout.rows(whole=True), *layout.rows(whole=False)]).argsort().to(changed.device)
-    return torch.cat((parts.values, changed))[sources]
+    pairs = zip(records, layout.is_whole, strict=True)
+    changed = [record.sample_id for record, is_whole in pairs if not is_whole]
+    return end.entries(changed).to(device) if changed and layout.spec.has_cache else None
 
 
 def _remember(end: SampleCache, records: Sequence[Record], parts: AqsgdParts, restored: torch.Tensor) -> None:
@@ -250,10 +338,3 @@ def _remember(end: SampleCache, records: Sequence[Record], parts: AqsgdParts, re
     for record, entry, marked in zip(records, restored.cpu(), is_marked, strict=True):
         if not marked:
             end.store(record.sample_id, entry)
-
-
-def _take(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of x; all or none of them without an index, which would be a copy that waits for the device."""
-    if len(rows) in (0, len(x)):
-        return x[: len(rows)]
-    return x[torch.tensor(rows, device=x.device)]

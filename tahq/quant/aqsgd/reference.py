@@ -12,13 +12,71 @@ Deviations, where the authors' code gives infinities or lets the two ends drift 
 
 Single IEEE operations, none of them fused, so every device gives the same bits.
 
-Shape letters: N samples, S tokens, C channels.
+Shape letters: B samples, S tokens, C channels; F of the samples are sent whole, K = B − F as changes.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 FP16_MAX = torch.finfo(torch.float16).max
 EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class AqsgdParts:
+    """The content of a stream, except for its records.
+
+    `marks`, bool [B, S], are tokens that are not finite; `scale` is fp16 [C], empty if no sample is sent as a change;
+    `values`, fp16 [F, S, C], are samples sent whole, `codes`, uint8 [K, S, C], changes.
+    """
+
+    marks: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor
+    codes: torch.Tensor
+
+
+def encode_samples(x: torch.Tensor, is_whole: Sequence[bool], memory: torch.Tensor | None, bits: int) -> AqsgdParts:
+    """Quantise fp32 [B, S, C]; a token that is not finite is sent as no change, or as zeros, and marked.
+
+    `memory` is m of the samples that are sent as changes, fp16 [K, S, C]; None stands for zeros.
+    """
+    marks = ~x.isfinite().all(dim=-1)
+    tokens = x.masked_fill(marks.unsqueeze(-1), 0.0)
+    whole, changed = (_take(tokens, _rows(is_whole, wanted)) for wanted in (True, False))
+    if memory is not None:
+        marked = _take(marks, _rows(is_whole, False)).unsqueeze(-1)
+        changed = (changed - memory.float()).masked_fill_(marked, 0.0)
+    if changed.numel():
+        scale, codes = quantize(changed, bits)
+    else:
+        scale, codes = changed.new_empty(0, dtype=torch.float16), changed.to(torch.uint8)
+    return AqsgdParts(marks, scale, to_fp16(whole), codes)
+
+
+def decode_samples(parts: AqsgdParts, is_whole: Sequence[bool], memory: torch.Tensor | None, bits: int) -> torch.Tensor:
+    """What both ends have of all samples afterwards, [B, S, C]: fp16, or fp32 of changes without a memory."""
+    if not parts.codes.numel():
+        return parts.values
+    change = dequantize(parts.scale, parts.codes, bits)
+    changed = change if memory is None else advance(memory, change)
+    if not parts.values.numel():
+        return changed
+    order = torch.tensor([*_rows(is_whole, True), *_rows(is_whole, False)]).argsort().to(changed.device)
+    return torch.cat((parts.values, changed))[order]
+
+
+def _rows(is_whole: Sequence[bool], wanted: bool) -> list[int]:
+    return [row for row, whole in enumerate(is_whole) if whole == wanted]
+
+
+def _take(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of x; all or none of them without an index, which would be a copy that waits for the device."""
+    if len(rows) in (0, len(x)):
+        return x[: len(rows)]
+    return x[torch.tensor(rows, device=x.device)]
 
 
 def to_fp16(x: torch.Tensor) -> torch.Tensor:
@@ -27,14 +85,7 @@ def to_fp16(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(change: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and codes of what changed.
-
-    Args:
-        change: fp32 [N, S, C], finite, with at least one element; not written.
-        bits: b, 2 to 8.
-
-    Returns:
-        s, fp16 [C], and q + 2^(b−1), uint8 [N, S, C].
+    """s, fp16 [C], and q + 2^(b−1), uint8 [K, S, C], of changes: fp32 [K, S, C], finite, with at least one element.
 
     Example:
         With b = 4 and one channel, changes −1, 0.5 and 1 have s = 1 and q = −8, 4 and 7 (8 clips).
@@ -46,14 +97,11 @@ def quantize(change: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def dequantize(scale: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Q = q/2^(b−1)·s, fp32 [N, S, C], of s fp16 [C] and uint8 codes.
-
-    It is exact, for s has 11 significant bits and q at most 8.
-    """
+    """Q = q/2^(b−1)·s, fp32 [K, S, C]: exact, for s has 11 significant bits and q at most 8."""
     half = 1 << bits - 1
     return codes.float().sub_(half).div_(half).mul_(scale.float())
 
 
 def advance(memory: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """The next m = fp16(m + Q), fp16 [N, S, C]: added in fp32, then rounded."""
+    """The next m = fp16(m + Q), fp16 [K, S, C]: added in fp32, then rounded."""
     return to_fp16(memory.float() + change)

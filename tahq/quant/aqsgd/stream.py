@@ -17,6 +17,7 @@ import torch
 
 from tahq.errors import CodecError
 from tahq.quant import bit_planes, stream
+from tahq.quant.aqsgd.reference import AqsgdParts
 from tahq.quant.spec import AqsgdSpec
 from tahq.quant.stream import FLAGS, VERSION_1, Description, HeaderByte, Statistics
 from tahq.quant.tiling import check_shape
@@ -69,10 +70,6 @@ class AqsgdLayout:
         """Whether there are no elements, and so nothing but a header."""
         return not self.is_whole
 
-    def rows(self, *, whole: bool) -> list[int]:
-        """Ascending numbers of the samples that are sent whole, or of the others."""
-        return [row for row, is_whole in enumerate(self.is_whole) if is_whole == whole]
-
 
 def sections_of(spec: AqsgdSpec, shape: Sequence[int], num_whole: int) -> stream.Sections:
     """Where the sections lie if so many samples are sent whole."""
@@ -112,18 +109,9 @@ def grid(shape: Sequence[int]) -> tuple[int, int, int]:
     return samples, math.prod(shape[1:-1]), shape[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class AqsgdParts:
-    """What a stream says, beside its records.
-
-    `marks`, bool [B, S], are tokens that are not finite; `scale` is fp16 [C], empty if no sample is sent as a change;
-    `values`, fp16 [F, S, C], are samples sent whole, `codes`, uint8 [K, S, C], changes.
-    """
-
-    marks: torch.Tensor
-    scale: torch.Tensor
-    values: torch.Tensor
-    codes: torch.Tensor
+def has_ids(records: Sequence[Record]) -> bool:
+    """Whether the samples may be remembered: all have an id, or none has."""
+    return any(record.sample_id != NO_ID for record in records)
 
 
 def pack(layout: AqsgdLayout, records: Sequence[Record], parts: AqsgdParts) -> torch.Tensor:
@@ -135,7 +123,7 @@ def pack(layout: AqsgdLayout, records: Sequence[Record], parts: AqsgdParts) -> t
         "values": parts.values.flatten().view(torch.uint8),
         "planes": _to_planes(parts.codes, layout.spec.bits),
     }
-    if any(record.sample_id != NO_ID for record in records):
+    if has_ids(records):
         packed = b"".join(_RECORD.pack(r.sample_id + 1, r.visits, r.checksum) for r in records)
         contents["records"] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     for name, content in contents.items():
@@ -231,7 +219,7 @@ def _statistics(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> Sta
     parts = unpack(layout, buf)
     return {
         "samples": layout.grid[0],
-        "samples sent whole": len(layout.rows(whole=True)),
+        "samples sent whole": sum(layout.is_whole),
         "samples without an id": sum(record.sample_id == NO_ID for record in records),
         "most visits of a sample": max((record.visits for record in records), default=0),
         "tokens that are not finite": int(parts.marks.sum()),

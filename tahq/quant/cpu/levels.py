@@ -1,4 +1,4 @@
-"""Magnitudes against the levels of a Gaussian quantiser: which level each gets, and the tables that takes.
+"""Magnitudes against the levels of a Gaussian quantiser: which level each gets, scales of tiles, and their widths.
 
 The index of a magnitude is the number of thresholds below it, thresholds scaled to the tile in fp32 (t·s, rounded
 once). Two methods give it, equal to the bit:
@@ -10,13 +10,18 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tahq.quant.cpu.kernel import estimate, kernel
 from tahq.quant.cpu.numbers import Fp32Array, Integer, bits_of, float_of
-from tahq.quant.cpu.planes import ByteArray
+from tahq.quant.cpu.planes import ByteArray, read_number, write_number
 from tahq.quant.cpu.tiles import Int32Array
+from tahq.quant.gaussian.bit_allocation import NUM_LEVELS, STEPS
 from tahq.quant.gaussian.levels import MAX_MAGNITUDES, level_table, magnitude_table, threshold_table
 from tahq.quant.gaussian.small_scale import DROPPED_BITS, LARGEST_CODE, OFFSET
+from tahq.quant.gaussian.tile_stream import WIDTH_BITS
+
+Int64Array = NDArray[np.int64]
 
 _A_SWEEP = 4
 _MIN_SEARCHED_BITS = 7
@@ -54,7 +59,7 @@ def levels() -> Levels:
     return Levels(magnitude_table(), thresholds, level_table(), first)
 
 
-class Ladder(NamedTuple):
+class ScaledLevels(NamedTuple):
     """Thresholds, then infinities, and magnitudes of one width, fp32 [128], scaled to a tile.
 
     `indices` and `level`, [G], are room for each element's index and magnitude.
@@ -66,54 +71,54 @@ class Ladder(NamedTuple):
     level: Fp32Array
 
     @classmethod
-    def of(cls, group: int) -> "Ladder":
+    def of(cls, group: int) -> "ScaledLevels":
         """Fresh memory, for one thread."""
         rungs = np.empty(MAX_MAGNITUDES, np.float32), np.empty(MAX_MAGNITUDES, np.float32)
         return cls(*rungs, np.empty(group, np.int32), np.empty(group, np.float32))
 
 
 @kernel
-def scale_ladder(levels: Levels, bits: int, scale: np.float32, unit: np.float32, ladder: Ladder) -> None:
+def scale_levels(levels: Levels, bits: int, scale: np.float32, unit: np.float32, scaled: ScaledLevels) -> None:
     """steps = thresholds·scale, values = magnitudes·unit, of `bits` bits."""
     count = max(1 << (bits - 1), _A_SWEEP)
     for j in range(count):
-        ladder.steps[j] = levels.thresholds[bits, j] * scale if j < (1 << (bits - 1)) - 1 else np.float32(np.inf)
-        ladder.values[j] = levels.magnitudes[bits, j] * unit
+        scaled.steps[j] = levels.thresholds[bits, j] * scale if j < (1 << (bits - 1)) - 1 else np.float32(np.inf)
+        scaled.values[j] = levels.magnitudes[bits, j] * unit
 
 
 @kernel
-def find_index(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Array, ladder: Ladder) -> None:
-    """indices = how many thresholds, scaled by `scale` as the ladder's are, each magnitude exceeds."""
+def find_index(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
+    """indices = how many thresholds, scaled by `scale` as `scaled` are, each magnitude exceeds."""
     if bits >= _MIN_SEARCHED_BITS and scale >= _LEAST_SEARCHED:
-        _search_index(levels.first[bits], scale, magnitudes, ladder)
+        _search_index(levels.first[bits], scale, magnitudes, scaled)
     else:
-        _sweep_index(bits, magnitudes, ladder)
+        _sweep_index(bits, magnitudes, scaled)
 
 
 @kernel
-def find_level(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Array, ladder: Ladder) -> None:
-    """level = the ladder's value at the index that `find_index` would give; may overwrite `indices`."""
+def find_level(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
+    """level = the scaled value at the index that `find_index` would give; may overwrite `indices`."""
     if bits >= _MIN_SEARCHED_BITS and scale >= _LEAST_SEARCHED:
-        _search_index(levels.first[bits], scale, magnitudes, ladder)
+        _search_index(levels.first[bits], scale, magnitudes, scaled)
         for i in range(magnitudes.size):
-            ladder.level[i] = ladder.values[ladder.indices[i]]
+            scaled.level[i] = scaled.values[scaled.indices[i]]
     else:
-        _sweep_level(bits, magnitudes, ladder)
+        _sweep_level(bits, magnitudes, scaled)
 
 
 @kernel
-def _search_index(first: ByteArray, scale: np.float32, magnitudes: Fp32Array, ladder: Ladder) -> None:
+def _search_index(first: ByteArray, scale: np.float32, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
     factor = np.float32(_BUCKETS_A_UNIT) / scale
     top = np.float32(first.size - 1)
     for i in range(magnitudes.size):
         bucket = np.int32(min(magnitudes[i] * factor, top))
         below = np.int32(first[bucket])
-        ladder.indices[i] = np.int32(below + np.int32(magnitudes[i] > ladder.steps[below]))
+        scaled.indices[i] = np.int32(below + np.int32(magnitudes[i] > scaled.steps[below]))
 
 
 @kernel
-def _sweep_index(bits: int, magnitudes: Fp32Array, ladder: Ladder) -> None:
-    indices, steps = ladder.indices, ladder.steps
+def _sweep_index(bits: int, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
+    indices, steps = scaled.indices, scaled.steps
     indices[:] = 0
     for j in range(0, (1 << (bits - 1)) - 1, _A_SWEEP):
         a, b, c, d = steps[j], steps[j + 1], steps[j + 2], steps[j + 3]
@@ -124,8 +129,8 @@ def _sweep_index(bits: int, magnitudes: Fp32Array, ladder: Ladder) -> None:
 
 
 @kernel
-def _sweep_level(bits: int, magnitudes: Fp32Array, ladder: Ladder) -> None:
-    level, steps, values = ladder.level, ladder.steps, ladder.values
+def _sweep_level(bits: int, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
+    level, steps, values = scaled.level, scaled.steps, scaled.values
     level[:] = values[0]
     for j in range(0, (1 << (bits - 1)) - 1, _A_SWEEP):
         a, b, c, d = steps[j], steps[j + 1], steps[j + 2], steps[j + 3]
@@ -213,3 +218,63 @@ def stochastic_code(value: np.float32, draw: Integer) -> np.int32:
 def _code_of_bits(bits: np.int32) -> np.int32:
     code = np.int32(np.int32(bits >> DROPPED_BITS) - OFFSET)
     return np.int32(min(max(code, np.int32(0)), np.int32(LARGEST_CODE)))
+
+
+def allocate(levels: Int32Array, budget: int, packed: ByteArray) -> Int64Array:
+    """Write widths, allocated as by `bit_allocation.allocate`, to `packed`, which must be zeros.
+
+    Returns where each tile's planes start, and the last end: int64 [T + 1], in planes.
+    """
+    starts = np.empty(levels.size + 1, np.int64)
+    _write_widths(levels, budget - levels.size, np.zeros(NUM_LEVELS, np.int64), packed, starts)
+    return starts
+
+
+@kernel
+def _write_widths(
+    levels: Int32Array, num_steps: int, counts: Int64Array, packed: ByteArray, starts: Int64Array
+) -> None:
+    border, num_on_border = _border(levels, num_steps, counts)
+    starts[0] = 0
+    for tile in range(levels.size):
+        above = int(levels[tile]) - border
+        width = 1
+        for step in STEPS:
+            is_granted = above > step or (above == step and num_on_border > 0)
+            width += is_granted
+            num_on_border -= is_granted and above == step
+        write_number(width - 1, tile, WIDTH_BITS, packed)
+        starts[tile + 1] = starts[tile] + width
+
+
+@kernel
+def _border(levels: Int32Array, num_steps: int, counts: Int64Array) -> tuple[int, int]:
+    """θ, the rank at which the steps from above reach `num_steps`, and how many of that rank are granted."""
+    for tile in range(levels.size):
+        counts[levels[tile]] += 1
+    rank, left = NUM_LEVELS - 1, num_steps
+    while rank > -STEPS[-1]:
+        num_of_rank = _steps_of_rank(counts, rank)
+        if num_of_rank >= left:
+            break
+        left -= num_of_rank
+        rank -= 1
+    return rank, left
+
+
+@kernel
+def _steps_of_rank(counts: Int64Array, rank: int) -> int:
+    total = 0
+    for step in STEPS:
+        level = rank + step
+        if 0 <= level < counts.size:
+            total += counts[level]
+    return total
+
+
+@kernel
+def read_widths(packed: ByteArray, starts: Int64Array) -> None:
+    """Where each tile's planes start, and the last end: `starts`, [T + 1]; whatever the bytes, widths are 1 to 8."""
+    starts[0] = 0
+    for tile in range(starts.size - 1):
+        starts[tile + 1] = starts[tile] + read_number(tile, WIDTH_BITS, packed) + 1

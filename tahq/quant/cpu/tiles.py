@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from tahq.quant.cpu.kernel import Team, kernel
 from tahq.quant.cpu.numbers import INFINITY_BITS, Fp32Array, Values, largest_magnitude, read_scaled
-from tahq.quant.tiling import Tiling
-from tahq.quant.transforms import MAX_EXPONENT
+from tahq.quant.tiling import MAX_EXPONENT, Tiling
 
 Int32Array = NDArray[np.int32]
 

@@ -27,8 +27,7 @@ from tahq.quant.cpu.numbers import (
 )
 from tahq.quant.cpu.planes import ByteArray, read_planes, write_planes
 from tahq.quant.cpu.tiles import Grid, Int32Array, measure, place_of_tile, power_of_two, read_tile, top_exponent
-from tahq.quant.fixed.reference import largest_code
-from tahq.quant.fixed.stream import TOP_EXPONENT, FixedLayout
+from tahq.quant.fixed.stream import TOP_EXPONENT, FixedLayout, largest_code
 from tahq.quant.stream import CANONICAL_NAN
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
@@ -36,22 +35,29 @@ _DRAW_UNIT = np.float32(2.0**-24)
 _LARGEST = np.finfo(np.float32).max
 
 
-class Rule(NamedTuple):
-    """What the kernels need of the spec and the key; `largest` is Q = 2^(bits − 1) − 1."""
+class FixedField(NamedTuple):
+    """A tensor in memory, and how it is coded; Q = 2^(bits − 1) − 1.
 
+    `factor` is 2^e in encoding and 2^−e in decoding.
+    """
+
+    values: Values
+    grid: Grid
+    factor: np.float32
     bits: int
-    largest: int
+    largest_code: int
     is_random: bool
     key: Key
 
     @classmethod
-    def of(cls, layout: FixedLayout, key: int) -> "Rule":
-        """The rule of a layout."""
-        spec = layout.spec
-        return cls(spec.bits, largest_code(spec.bits), spec.round == "stochastic", Key.of(key))
+    def of(cls, layout: FixedLayout, values: Values, exponent: int, key: int) -> "FixedField":
+        """A tensor that is multiplied by 2^exponent."""
+        spec, factor = layout.spec, power_of_two(exponent)
+        rule = (spec.bits, largest_code(spec.bits), spec.round == "stochastic", Key.of(key))
+        return cls(values, Grid.of(layout.tiling), factor, *rule)
 
 
-class Sections(NamedTuple):
+class FixedSections(NamedTuple):
     """The sections of a stream, sharing its memory."""
 
     scale: NDArray[np.uint16]
@@ -59,13 +65,13 @@ class Sections(NamedTuple):
     planes: ByteArray
 
     @classmethod
-    def of(cls, layout: FixedLayout, buf: torch.Tensor) -> "Sections":
+    def of(cls, layout: FixedLayout, buf: torch.Tensor) -> "FixedSections":
         """Of an aligned buffer that has the layout's length."""
         scale, whole, planes = (layout.sections.view(buf, name).numpy() for name in ("scale", "bytes", "planes"))
         return cls(scale.view(np.uint16), whole, planes)
 
 
-class Scratch(NamedTuple):
+class GroupScratch(NamedTuple):
     """Room for one group: values [G], codes [G], what codes have above whole bytes [G], and that as words [G/8]."""
 
     y: Fp32Array
@@ -74,36 +80,63 @@ class Scratch(NamedTuple):
     words: NDArray[np.uint64]
 
     @classmethod
-    def of(cls, group: int) -> "Scratch":
+    def of(cls, group: int) -> "GroupScratch":
         """Fresh memory, for one thread."""
         rest = np.empty(group, np.uint8)
         return cls(np.empty(group, np.float32), np.empty(group, np.int32), rest, rest.view(np.uint64))
 
 
+def encode(layout: FixedLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """The stream that `fixed.reference` writes; x has at least one element."""
+    values, group = Values.of(x), layout.tiling.group
+    with Team(threads, x.numel()) as team:
+        magnitudes = measure(values, layout.tiling, team)
+        exponent = top_exponent(magnitudes.overall, TOP_EXPONENT)
+        buf = layout.new_stream(not magnitudes.all_finite, exponent, x.device)
+        field, sections = FixedField.of(layout, values, exponent, key), FixedSections.of(layout, buf)
+
+        def write(first: int, stop: int) -> None:
+            write_groups(field, magnitudes.of_tiles, first, stop, sections, GroupScratch.of(group))
+
+        team.share(layout.tiling.num_tiles, write)
+    return buf
+
+
+def decode(
+    layout: FixedLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor | None:
+    """The tensor of an accepted stream; None if the stream is damaged."""
+    is_flagged, exponent = layout.read_header(buf)
+    sections = FixedSections.of(layout, buf)
+    if not is_sound(sections.scale, is_flagged) or layout.sections.has_dirty_filling(buf):
+        return None
+    x = torch.empty(layout.tiling.shape, dtype=dtype)
+    field = FixedField.of(layout, Values.of(x), -exponent, key)
+
+    def read(first: int, stop: int) -> None:
+        read_groups(field, first, stop, sections, GroupScratch.of(field.grid.group))
+
+    with Team(threads, x.numel()) as team:
+        team.share(layout.tiling.num_tiles, read)
+    return x
+
+
 @kernel
 def write_groups(
-    values: Values,
-    grid: Grid,
-    rule: Rule,
-    factor: np.float32,
-    magnitudes: Int32Array,
-    first: int,
-    stop: int,
-    sections: Sections,
-    scratch: Scratch,
+    field: FixedField, magnitudes: Int32Array, first: int, stop: int, sections: FixedSections, scratch: GroupScratch
 ) -> None:
     """Quantise and pack groups."""
     for tile in range(first, stop):
         is_finite = magnitudes[tile] < INFINITY_BITS
-        read_tile(values, grid, tile, factor, magnitudes[tile], scratch.y)
-        scale = _ceil_to_half(float_of(magnitudes[tile]) * factor) if is_finite else np.int32(0)
-        step = half_to_float(scale) / np.float32(rule.largest) if scale != 0 else np.float32(np.inf)
-        if rule.is_random:
-            _round_stochastic(scratch.y, step, rule, tile * grid.group, scratch.codes)
+        read_tile(field.values, field.grid, tile, field.factor, magnitudes[tile], scratch.y)
+        scale = _ceil_to_half(float_of(magnitudes[tile]) * field.factor) if is_finite else np.int32(0)
+        step = half_to_float(scale) / np.float32(field.largest_code) if scale != 0 else np.float32(np.inf)
+        if field.is_random:
+            _round_stochastic(scratch.y, step, field, tile * field.grid.group, scratch.codes)
         else:
-            _round_nearest(scratch.y, step, rule.largest, scratch.codes)
+            _round_nearest(scratch.y, step, field.largest_code, scratch.codes)
         sections.scale[tile] = scale if is_finite else CANONICAL_NAN
-        _write_codes(scratch, rule.bits, tile, sections)
+        _write_codes(scratch, field.bits, tile, sections)
 
 
 @kernel
@@ -121,13 +154,13 @@ def _round_nearest(y: Fp32Array, step: np.float32, largest: int, codes: Int32Arr
 
 
 @kernel
-def _round_stochastic(y: Fp32Array, step: np.float32, rule: Rule, index: int, codes: Int32Array) -> None:
-    top = np.float32(rule.largest)
+def _round_stochastic(y: Fp32Array, step: np.float32, field: FixedField, index: int, codes: Int32Array) -> None:
+    top = np.float32(field.largest_code)
     for i in range(y.size):
         ratio = y[i] / step
         floor = np.floor(ratio)
-        rounded = floor + (_ONE if ratio - floor > draw(index + i, rule.key) else _ZERO)
-        codes[i] = np.int32(min(max(rounded, -top), top)) + rule.largest
+        rounded = floor + (_ONE if ratio - floor > draw(index + i, field.key) else _ZERO)
+        codes[i] = np.int32(min(max(rounded, -top), top)) + field.largest_code
 
 
 @kernel
@@ -137,7 +170,7 @@ def draw(index: int, key: Key) -> np.float32:
 
 
 @kernel
-def _write_codes(scratch: Scratch, bits: int, tile: int, sections: Sections) -> None:
+def _write_codes(scratch: GroupScratch, bits: int, tile: int, sections: FixedSections) -> None:
     codes, rest, group = scratch.codes, scratch.rest, scratch.codes.size
     stride = sections.scale.size * group
     for place in range(bits // 8):
@@ -163,33 +196,24 @@ def is_sound(scale: NDArray[np.uint16], is_flagged: bool) -> bool:
 
 
 @kernel
-def read_groups(
-    values: Values,
-    grid: Grid,
-    rule: Rule,
-    factor: np.float32,
-    first: int,
-    stop: int,
-    sections: Sections,
-    scratch: Scratch,
-) -> None:
-    """Write the values of groups, times factor; of marked ones, NaN."""
+def read_groups(field: FixedField, first: int, stop: int, sections: FixedSections, scratch: GroupScratch) -> None:
+    """Write the values of groups, times the field's factor; of marked ones, NaN."""
     for tile in range(first, stop):
-        start, count = place_of_tile(grid, tile)
+        start, count = place_of_tile(field.grid, tile)
         scale = np.int32(sections.scale[tile])
         if scale > HALF_INFINITY:
-            write_nan(values, start, count)
+            write_nan(field.values, start, count)
             continue
-        step = half_to_float(scale) / np.float32(rule.largest) * factor
-        _read_codes(sections, rule.bits, tile, scratch)
+        step = half_to_float(scale) / np.float32(field.largest_code) * field.factor
+        _read_codes(sections, field.bits, tile, scratch)
         step = min(step, _LARGEST)
-        for i in range(grid.group):
-            scratch.y[i] = np.float32(np.int32(scratch.codes[i] - rule.largest)) * step
-        write_scaled(scratch.y[:count], _ONE, values, start)
+        for i in range(field.grid.group):
+            scratch.y[i] = np.float32(np.int32(scratch.codes[i] - field.largest_code)) * step
+        write_scaled(scratch.y[:count], _ONE, field.values, start)
 
 
 @kernel
-def _read_codes(sections: Sections, bits: int, tile: int, scratch: Scratch) -> None:
+def _read_codes(sections: FixedSections, bits: int, tile: int, scratch: GroupScratch) -> None:
     codes, rest, group = scratch.codes, scratch.rest, scratch.codes.size
     stride = sections.scale.size * group
     codes[:] = 0
@@ -202,39 +226,3 @@ def _read_codes(sections: Sections, bits: int, tile: int, scratch: Scratch) -> N
         read_planes(sections.planes, tile * (bits & 7) * scratch.words.size, 0, bits & 7, scratch.words)
         for i in range(group):
             codes[i] |= np.int32(rest[i]) << (bits & 8)
-
-
-def encode(layout: FixedLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The stream that `fixed.reference` writes; x has at least one element."""
-    values, grid, rule = Values.of(x), Grid.of(layout.tiling), Rule.of(layout, key)
-    with Team(threads, x.numel()) as team:
-        magnitudes = measure(values, layout.tiling, team)
-        exponent = top_exponent(magnitudes.overall, TOP_EXPONENT)
-        buf = layout.new_stream(not magnitudes.all_finite, exponent, x.device)
-        sections, factor = Sections.of(layout, buf), power_of_two(exponent)
-
-        def write(first: int, stop: int) -> None:
-            of_tiles, scratch = magnitudes.of_tiles, Scratch.of(grid.group)
-            write_groups(values, grid, rule, factor, of_tiles, first, stop, sections, scratch)
-
-        team.share(layout.tiling.num_tiles, write)
-    return buf
-
-
-def decode(
-    layout: FixedLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
-) -> torch.Tensor | None:
-    """The tensor of an accepted stream; None if the stream is damaged."""
-    is_flagged, exponent = layout.read_header(buf)
-    sections = Sections.of(layout, buf)
-    if not is_sound(sections.scale, is_flagged) or layout.sections.has_dirty_filling(buf):
-        return None
-    x = torch.empty(layout.tiling.shape, dtype=dtype)
-    values, grid, rule, factor = Values.of(x), Grid.of(layout.tiling), Rule.of(layout, key), power_of_two(-exponent)
-
-    def read(first: int, stop: int) -> None:
-        read_groups(values, grid, rule, factor, first, stop, sections, Scratch.of(grid.group))
-
-    with Team(threads, x.numel()) as team:
-        team.share(layout.tiling.num_tiles, read)
-    return x

@@ -10,9 +10,9 @@ Shape letters: T groups, G channels per group. Equal to the bit on every device.
 
 import torch
 
-from tahq.quant.fixed.stream import TOP_EXPONENT, FixedLayout, FixedTiles, pack, unpack
+from tahq.quant.fixed.stream import TOP_EXPONENT, FixedLayout, FixedTiles, largest_code, pack, unpack
 from tahq.quant.stochastic_rounding import round_stochastic_
-from tahq.quant.transforms import largest_magnitude, power_of_two, top_exponent
+from tahq.quant.tiling import largest_magnitude, power_of_two, top_exponent
 
 
 def encode(layout: FixedLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
@@ -50,11 +50,6 @@ def decode_tiles(tiles: FixedTiles, bits: int) -> torch.Tensor:
     step = step_size(tiles.scale, bits).mul_(power_of_two(-tiles.exponent))
     step.clamp_(max=torch.finfo(torch.float32).max)
     return tiles.codes.sub_(largest_code(bits)).mul_(step.unsqueeze(-1))
-
-
-def largest_code(bits: int) -> int:
-    """Q = 2^(bits − 1) − 1."""
-    return (1 << bits - 1) - 1
 
 
 def step_size(scale: torch.Tensor, bits: int) -> torch.Tensor:

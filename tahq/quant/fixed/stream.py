@@ -61,6 +61,11 @@ class FixedLayout(stream.Layout):
         return whole.unbind(), planes
 
 
+def largest_code(bits: int) -> int:
+    """Q = 2^(bits − 1) − 1."""
+    return (1 << bits - 1) - 1
+
+
 def pack(layout: FixedLayout, tiles: FixedTiles) -> torch.Tensor:
     """The stream of `tiles`: uint8 [nbytes], on their device, without synchronising it."""
     bits = layout.spec.bits
@@ -107,7 +112,7 @@ def _read_codes(layout: FixedLayout, buf: torch.Tensor) -> torch.Tensor:
 
 def _statistics(spec: FixedSpec, shape: Sequence[int], buf: torch.Tensor) -> Statistics:
     tiles = unpack(FixedLayout.of(spec, shape), buf)
-    steps = tiles.scale.float() / ((1 << spec.bits - 1) - 1)
+    steps = tiles.scale.float() / largest_code(spec.bits)
     return {
         "groups": tiles.scale.numel(),
         "groups that are not finite": int(tiles.scale.isnan().sum()),

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from tahq.quant.fixed.stream import TOP_EXPONENT, FixedLayout
 from tahq.quant.gpu import launch
-from tahq.quant.gpu.hash import hash_words
 from tahq.quant.gpu.launch import Launch
 from tahq.quant.gpu.tiles import (
     DAMAGED,
@@ -24,6 +23,7 @@ from tahq.quant.gpu.tiles import (
     any_of,
     as_halves,
     fill_gap,
+    hash_words,
     header_verdict,
     is_gap_dirty,
     locate_eights,

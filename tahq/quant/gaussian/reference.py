@@ -26,7 +26,7 @@ from tahq.quant.gaussian.levels import CodedTiles, levels_of, magnitude_indices,
 from tahq.quant.gaussian.tile_stream import TileLayout, pack, unpack
 from tahq.quant.spec import EdenSpec
 from tahq.quant.stochastic_rounding import hashes, shift_right
-from tahq.quant.transforms import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
+from tahq.quant.tiling import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
 
 SCALE_COUNTER = 0x80000000
 """Where the counters of the scales' draws begin; those of the signs begin at 0."""

@@ -1,24 +1,50 @@
-"""`eden` and `wf` on CUDA in Triton: the launches for every shape.
+"""`eden` and `wf` on CUDA in Triton: the launches for every shape, and the kernels of a decoder.
 
 Streams equal the reference's except where a sum (a mean, an energy, a projection, an error) rounds differently, which
 may move a width, a scale or a code; decoded values are equal to the bit. Encoding is four kernels (`eden`) or six
 (`wf`) and never synchronises. Decoding is two, then waits for the verdict. Kernels are specialised on types, the size
 of tiles, whether they are padded and whether means are taken out, never on bits, data or the key.
+
+A decoder's first kernel sums the widths into `starts`, as `gaussian.triton_allocation` has them, and looks at what is
+outside of the tiles. Whatever a buffer holds, `starts` ascend and end at K planes at most, so no byte outside the
+buffer is ever read. Each of its programs counts for itself what the ones before it have: three bits per tile are few.
+`work` holds the verdict, a word that is not 0 where the widths do not sum to K, and from SLOTS on `starts`.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+import triton
+import triton.language as tl
+
 from tahq.errors import CodecError
-from tahq.quant.gaussian import triton_kernels as kernels
+from tahq.quant.gaussian import triton_encode as encoding
 from tahq.quant.gaussian.bit_allocation import NUM_LEVELS
+from tahq.quant.gaussian.small_scale import NOT_FINITE
 from tahq.quant.gaussian.tile_stream import TileLayout
-from tahq.quant.gaussian.triton_allocation import TILES_PER_PROGRAM, allocate_kernel, count_kernel
-from tahq.quant.gaussian.triton_stream import SLOTS, TILES_COUNTED, starts_kernel
+from tahq.quant.gaussian.triton_allocation import TILES_PER_PROGRAM, allocate_kernel, count_kernel, load_widths
+from tahq.quant.gaussian.triton_encode import load_means
 from tahq.quant.gpu import launch
 from tahq.quant.gpu.launch import EXACT, Launch, Steps
-from tahq.quant.gpu.levels import tables
-from tahq.quant.gpu.tiles import MAX_MEASURED
+from tahq.quant.gpu.levels import load_levels, scale_value, tables
+from tahq.quant.gpu.tiles import (
+    DAMAGED,
+    MARKED,
+    MAX_MEASURED,
+    any_of,
+    as_halves,
+    flip_signs,
+    from_eights,
+    hadamard,
+    header_verdict,
+    is_gap_dirty,
+    is_left_over,
+    locate_eights,
+    power_of_two,
+    store_values,
+    store_verdict,
+    to_eights,
+)
 from tahq.quant.spec import EdenSpec
 from tahq.quant.tiling import Tiling
 
@@ -30,6 +56,15 @@ MAX_TILES = 1 << 28
 """Eight bits of each are counted in 32-bit numbers."""
 MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
 """Of the kernels that code: four times what a device holds at a time, as blocks take as long as their widest tile."""
+TILES_COUNTED = 4096
+"""Per program."""
+SLOTS = 16
+"""Words before `starts`."""
+_EIGHTS = tl.constexpr(TILES_COUNTED // 8)
+_EIGHTS_AT_ONCE = tl.constexpr(4096)
+_CHANNELS_AT_ONCE = tl.constexpr(2048)
+_SLOTS, _MIN_EXPONENT = tl.constexpr(SLOTS), tl.constexpr(TileLayout.min_exponent)
+_DAMAGED, _MARKED, _NOT_FINITE = tl.constexpr(DAMAGED), tl.constexpr(MARKED), tl.constexpr(NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +113,125 @@ class Work:
         return cls(MAX_MEASURED, counts, starts, starts + launch.slots(num_tiles + 1))
 
 
+@triton.jit
+def _load_eights(widths, eight, num_tiles):
+    """Words int32 of 24 bits: the bits less one of eight tiles, three bits each."""
+    byte, stop = 3 * eight, (num_tiles * 3 + 7) // 8
+    word = tl.load(widths + byte, mask=byte < stop, other=0).to(tl.int32)
+    word |= tl.load(widths + byte + 1, mask=byte + 1 < stop, other=0).to(tl.int32) << 8
+    return word | (tl.load(widths + byte + 2, mask=byte + 2 < stop, other=0).to(tl.int32) << 16)
+
+
+@triton.jit
+def _sum_before(widths, first_eight, num_tiles):
+    """Sum of the widths of all tiles before those of `first_eight`."""
+    total = tl.zeros([_EIGHTS_AT_ONCE], tl.int32)
+    for first in range(0, first_eight, _EIGHTS_AT_ONCE):
+        eight = first + tl.arange(0, _EIGHTS_AT_ONCE)
+        word = tl.where(eight < first_eight, _load_eights(widths, eight, num_tiles), 0)
+        fours = (word & 0x1C71C7) + ((word >> 3) & 0x1C71C7)  # four sums of six bits
+        twos = (fours & 0x03F03F) + ((fours >> 6) & 0x03F03F)
+        total += (twos & 0xFFF) + (twos >> 12)
+    return tl.sum(total, axis=0) + 8 * first_eight
+
+
+@triton.jit
+def _are_means_wrong(means, channels):
+    """Whether one of the means (fp16 bits) is infinite or NaN."""
+    is_wrong = tl.zeros([_CHANNELS_AT_ONCE], tl.int32)
+    for first in range(0, channels, _CHANNELS_AT_ONCE):
+        channel = first + tl.arange(0, _CHANNELS_AT_ONCE)
+        mean = tl.load(means + channel, mask=channel < channels, other=0).to(tl.int32)
+        is_wrong |= ((mean & 0x7C00) == 0x7C00).to(tl.int32)
+    return any_of(is_wrong)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_planes", "channels"])
+def starts_kernel(
+    buf,
+    work,
+    num_tiles,
+    num_planes,
+    channels,
+    scale_at,
+    width_at,
+    mean_at,
+    codes_at,
+    G: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CENTER: tl.constexpr,
+    PLACE: tl.constexpr,
+):
+    """The plane at which each tile begins, at most K, and the verdict on all except widths, scales and codes.
+
+    WIDTH is log2 G, PLACE that of e in the header.
+    """
+    first_eight = tl.program_id(0) * _EIGHTS
+    eight = first_eight + tl.arange(0, _EIGHTS)
+    tiles = eight[:, None] * 8 + tl.arange(0, 8)[None, :]
+    less_one = (_load_eights(buf + width_at, eight, num_tiles)[:, None] >> (3 * tl.arange(0, 8))[None, :]) & 7
+    width = tl.reshape(tl.where(tiles < num_tiles, less_one + 1, 0), [_EIGHTS * 8])
+    stop = _sum_before(buf + width_at, first_eight, num_tiles) + tl.cumsum(width, axis=0)
+    tile = first_eight * 8 + tl.arange(0, _EIGHTS * 8)
+    tl.store(work + _SLOTS + 1 + tile, tl.minimum(stop, num_planes), mask=tile < num_tiles)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(work + 1, (tl.max(stop, axis=0) != num_planes).to(tl.int32))
+    if tl.program_id(0) == 0:
+        tl.store(work + _SLOTS, 0)
+        is_wrong = is_left_over(buf, width_at, num_tiles * 3)
+        is_wrong |= is_gap_dirty(buf, scale_at + num_tiles)
+        is_wrong |= is_gap_dirty(buf, width_at + (num_tiles * 3 + 7) // 8)
+        is_wrong |= is_gap_dirty(buf, codes_at + num_planes.to(tl.int64) * (G // 8))
+        if CENTER:
+            is_wrong |= is_gap_dirty(buf, mean_at + 2 * channels)
+            is_wrong |= _are_means_wrong(as_halves(buf + mean_at), channels)
+        header = header_verdict(buf, WIDTH, CENTER, 0, PLACE, _MIN_EXPONENT)
+        tl.store(work, header | tl.where(is_wrong, _DAMAGED, 0))
+
+
+@triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token", "key_low", "key_high"])
+def values_kernel(
+    buf,
+    work,
+    table,
+    x,
+    num_tiles,
+    channels,
+    tiles_per_token,
+    scale_at,
+    mean_at,
+    codes_at,
+    key_low,
+    key_high,
+    G: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+    RANDOM: tl.constexpr,
+    CENTER: tl.constexpr,
+):
+    """Values of all tiles, and the rest of the verdict."""
+    EXPONENT_AT: tl.constexpr = 3 if RANDOM else 4
+    factor = power_of_two(-tl.load(buf + EXPONENT_AT).to(tl.int8, bitcast=True).to(tl.int32))
+    verdict = tl.zeros([TILES], tl.int32) + tl.where(tl.load(work + 1) != 0, _DAMAGED, 0)
+    for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
+        tiles = block * TILES + tl.arange(0, TILES)
+        is_tile = tiles < num_tiles
+        start, width = load_widths(work + _SLOTS, tiles, is_tile)
+        scale = tl.load(buf + scale_at + tiles, mask=is_tile, other=0).to(tl.int32)
+        verdict |= tl.where(is_tile & (scale == _NOT_FINITE), _MARKED, 0)
+        y = load_levels(buf + codes_at, start, width, table, TILES, G) * scale_value(scale)[None, None, :]
+        y = hadamard(from_eights(y, TILES, G), TILES, G)
+        if RANDOM:
+            y = flip_signs(y, tiles, key_low, key_high, TILES, G)
+        y = to_eights(y, TILES, G)
+        pointers, is_real = locate_eights(x, block, num_tiles, channels, tiles_per_token, TILES, G, PADDED)
+        if CENTER:
+            channel = tl.arange(0, 8)[:, None, None] + 8 * tl.arange(0, G // 8)[None, :, None]
+            y += load_means(buf + mean_at, tiles[None, None, :], channel, is_real, tiles_per_token, G)
+        store_values(pointers, y * factor, is_real)
+    store_verdict(work, verdict)
+
+
 @lru_cache(maxsize=256)
 def plan(layout: TileLayout) -> launch.LaunchPlan:
     """The launches for a layout."""
@@ -112,12 +266,12 @@ def plan(layout: TileLayout) -> launch.LaunchPlan:
             *levels,
             ("work", Launch(count_kernel, counting_grid, (num_measured, num_tiles, *counted), counting)),
             ("work buf", Launch(allocate_kernel, counting_grid, allocated, counting)),
-            ("x work table buf key", Launch(kernels.quantize_kernel, coding_grid, quantized, coding | width)),
+            ("x work table buf key", Launch(encoding.quantize_kernel, coding_grid, quantized, coding | width)),
         ),
         decode_words=SLOTS + num_tiles + 1,
         decode=(
             ("buf work", Launch(starts_kernel, (-(-num_tiles // TILES_COUNTED), 1, 1), started, first)),
-            ("buf work table x key", Launch(kernels.values_kernel, coding_grid, read, coding)),
+            ("buf work table x key", Launch(values_kernel, coding_grid, read, coding)),
         ),
     )
 
@@ -132,7 +286,7 @@ def _levels_of_tiles(tiling: Tiling, work: Work, num_measured: int) -> Steps:
         **EXACT,
     }
     numbers = (tiling.num_tiles, tiling.channels, tiling.tiles_per_token, work.levels)
-    return (("x work", Launch(kernels.measure_kernel, (num_measured, 1, 1), numbers, constants)),)
+    return (("x work", Launch(encoding.measure_kernel, (num_measured, 1, 1), numbers, constants)),)
 
 
 def _levels_in_tokens(layout: TileLayout, work: Work, mean_at: int) -> tuple[Steps, int]:
@@ -152,12 +306,12 @@ def _levels_in_tokens(layout: TileLayout, work: Work, mean_at: int) -> tuple[Ste
     grid, programs = (columns.num_programs, 1, 1), columns.num_programs
     shape = (columns.num_tokens, tiling.channels, tiling.tiles_per_token, columns.num_parts, columns.tokens_per_part)
     leveled = (columns.num_tokens, tiling.tiles_per_token, energies_at, work.levels)
-    level_grid = (-(-columns.num_tokens // kernels.TOKENS_PER_PROGRAM), 1, 1)
+    level_grid = (-(-columns.num_tokens // encoding.TOKENS_PER_PROGRAM), 1, 1)
     energy_numbers = (programs, *shape, sums_at, energies_at, mean_at)
     return (
-        ("x work", Launch(kernels.sum_kernel, grid, (*shape, sums_at), constants)),
-        ("x work buf", Launch(kernels.energy_kernel, grid, energy_numbers, constants)),
-        ("work", Launch(kernels.level_kernel, level_grid, leveled, {"num_warps": 4, **EXACT})),
+        ("x work", Launch(encoding.sum_kernel, grid, (*shape, sums_at), constants)),
+        ("x work buf", Launch(encoding.energy_kernel, grid, energy_numbers, constants)),
+        ("work", Launch(encoding.level_kernel, level_grid, leveled, {"num_warps": 4, **EXACT})),
     ), sums_at + 2 * num_sums
 
 

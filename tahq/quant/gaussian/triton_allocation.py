@@ -15,7 +15,7 @@ import triton.language as tl
 from tahq.quant.gaussian.bit_allocation import NUM_LEVELS, STEPS
 from tahq.quant.gaussian.small_scale import LARGEST_CODE, OFFSET
 from tahq.quant.gpu.tiles import fill_gap, tensor_exponent
-from tahq.quant.transforms import TOP_EXPONENT
+from tahq.quant.tiling import TOP_EXPONENT
 
 TILES_PER_PROGRAM = 4096
 _BLOCK = tl.constexpr(TILES_PER_PROGRAM)

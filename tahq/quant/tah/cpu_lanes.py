@@ -35,7 +35,7 @@ class Planes(NamedTuple):
     nbytes: int
 
 
-class Line(NamedTuple):
+class AffineMap(NamedTuple):
     """What a code q stands for: (q·scale + zero_point)·factor, kept within ±largest."""
 
     scale: np.float32
@@ -45,11 +45,11 @@ class Line(NamedTuple):
 
 
 Numbers = Fp32Array | Int16Array
-Reader = Callable[[Planes, int, Line, Numbers, int], None]
+Reader = Callable[[Planes, int, AffineMap, Numbers, int], None]
 
 
 @kernel
-def read_values(planes: Planes, line: Line, out: Numbers, start: int) -> None:
+def read_values(planes: Planes, line: AffineMap, out: Numbers, start: int) -> None:
     """What the G codes of a tile stand for, from out[start] on: fp32, or bits of bf16, to nearest even.
 
     No array's bounds are looked at.

@@ -9,9 +9,10 @@ enters with r; and what remains, a few logarithms a tile, is done for many tiles
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from tahq.quant.cpu.kernel import estimate, kernel
+from tahq.quant.cpu.kernel import Team, estimate, kernel
 from tahq.quant.cpu.numbers import (
     INFINITY_BITS,
     MAGNITUDE,
@@ -22,9 +23,10 @@ from tahq.quant.cpu.numbers import (
     float_of,
     largest_magnitude,
 )
-from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
+from tahq.quant.cpu.tiles import Grid, Int32Array, Magnitudes, measure, place_of_tile, read_tile
 from tahq.quant.tah.cpu_lanes import is_scannable, magnitude_of, scan_values
-from tahq.quant.tah.reference import EPSILON
+from tahq.quant.tah.reference import EPSILON, spread_high
+from tahq.quant.tah.stream import TahLayout
 
 _EPSILON = np.float32(EPSILON)
 _ONE = np.float32(1.0)
@@ -56,6 +58,38 @@ class Sums(NamedTuple):
     def room(cls, num_allocs: int) -> "Sums":
         """Fresh memory."""
         return cls(np.empty(num_allocs, np.float32), np.empty(num_allocs, np.float32), np.empty(num_allocs, np.int32))
+
+
+def survey(layout: TahLayout, values: Values, team: Team) -> tuple[Magnitudes, Sums | None]:
+    """Magnitudes of the tiles, and, if the selection looks at the data, the sums of the allocation tiles."""
+    if layout.spec.adaptive == "off":
+        return measure(values, layout.tiling, team), None
+    grid, per_alloc = Grid.of(layout.tiling), layout.tiles_per_alloc
+    of_tiles, sums = np.empty(layout.tiling.num_tiles, np.int32), Sums.room(layout.num_allocs)
+
+    def work(first: int, stop: int) -> tuple[np.int32, bool]:
+        y = np.empty(per_alloc * grid.group, np.float32)
+        return measure_and_sum(values, grid, per_alloc, first, stop, of_tiles, sums, y)
+
+    return Magnitudes.of(of_tiles, team.share(layout.num_allocs, work)), sums
+
+
+def select(layout: TahLayout, sums: Sums | None, exponent: int, team: Team) -> NDArray[np.uint8]:
+    """1 for each allocation tile [B·n] that gets H bits, else 0: by entropy, or spread evenly without sums."""
+    if sums is None:
+        of_sample = spread_high(layout.even_share, layout.allocs_per_sample, torch.device("cpu"))
+        return np.tile(of_sample.numpy().view(np.uint8), layout.tiling.num_samples)
+    ranks, is_high = np.empty(layout.num_allocs, np.float32), np.empty(layout.num_allocs, np.uint8)
+    entropies(sums, exponent, ranks)
+    if not layout.allocation.by_low_entropy:
+        np.negative(ranks, out=ranks)
+
+    def work(first: int, stop: int) -> None:
+        room = np.empty(NUM_COUNTS, np.int64)
+        mark_smallest(ranks, layout.allocs_per_sample, layout.num_low, first, stop, is_high, room)
+
+    team.share(layout.tiling.num_samples, work)
+    return is_high
 
 
 @estimate

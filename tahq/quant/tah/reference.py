@@ -19,7 +19,7 @@ from fractions import Fraction
 import torch
 
 from tahq.quant.tah.stream import Allocation, TahLayout, TahTiles, pack, tile_by_tile, unpack
-from tahq.quant.transforms import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
+from tahq.quant.tiling import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
 
 EPSILON = 1e-12
 """ς, ϵ and ϱ of Eqs. 1 to 3."""

@@ -14,9 +14,11 @@ allocation tiles per sample.
 import triton
 import triton.language as tl
 
+from tahq.quant.gpu.launch import Launch, slots
 from tahq.quant.gpu.tiles import as_floats, power_of_two, tensor_exponent
 from tahq.quant.stream import ALIGNMENT
-from tahq.quant.transforms import TOP_EXPONENT
+from tahq.quant.tah.stream import TahLayout
+from tahq.quant.tiling import TOP_EXPONENT
 
 MAX_KEYS_IN_REGISTERS = 32768
 KEYS_PER_PROGRAM = 2048
@@ -287,3 +289,30 @@ def spread_kernel(work, tile_slots, num_measured, num_allocs, allocs_per_sample,
     is_low = ((index + 1) * numerator // denominator).to(tl.int32) > low_before
     place = sample * (allocs_per_sample - num_low) + index.to(tl.int32) - low_before
     tl.store(places_in(work, tile_slots) + allocs, tl.where(is_low, -1, place), mask=allocs < num_allocs)
+
+
+def launches(layout: TahLayout, tile_slots: int, num_measured: int) -> tuple[list[Launch], int, int]:
+    """The kernels that select; words of borders and tallies, and of histograms, which begin as zeros."""
+    n, num_low, num_samples = layout.allocs_per_sample, layout.num_low, layout.tiling.num_samples
+    if layout.spec.adaptive == "off":
+        share = layout.even_share
+        grid = (-(-layout.num_allocs // KEYS_PER_PROGRAM), 1, 1)
+        numbers = (tile_slots, num_measured, layout.num_allocs, n, num_low, share.numerator, share.denominator)
+        return [Launch(spread_kernel, grid, numbers, {"num_warps": 8, "num_stages": 1})], 0, 0
+    is_counted = n > MAX_KEYS_IN_REGISTERS  # too large for one program to find a sample's border
+    num_blocks, alloc_slots = -(-n // KEYS_PER_PROGRAM), slots(layout.num_allocs)
+    grid, ranked = (num_blocks, num_samples, 1), (tile_slots, alloc_slots, n, num_low)
+    keyed = (tile_slots, alloc_slots, num_measured, n, layout.tiles_per_alloc)
+    options = {"num_warps": 4, "num_stages": 1}
+    rule = {"IS_SINGLE": layout.tiles_per_alloc == 1, "REVERSE": layout.spec.select == "low", "COUNTED": is_counted}
+    kernels = [Launch(key_kernel, grid, keyed, rule | options)]
+    if is_counted:
+        kernels += [Launch(count_kernel, grid, ranked, {"LEVEL": level} | options) for level in (1, 2)]
+        kernels.append(Launch(tally_kernel, grid, ranked, options))
+    else:
+        block = max(KEYS_PER_PROGRAM, 1 << (n - 1).bit_length())
+        in_registers = {"BLOCK": block, "num_warps": max(4, block // 2048), "num_stages": 1}
+        kernels.append(Launch(bisect_kernel, (num_samples, 1, 1), ranked, in_registers))
+    kernels.append(Launch(place_kernel, grid, ranked, options))
+    num_counts = NUM_LEVELS * NUM_BINS * num_samples if is_counted else 0
+    return kernels, 2 * num_samples * (1 + num_blocks), num_counts

@@ -1,4 +1,4 @@
-"""The kernels of `eden` and `wf` on CUDA: means, energies and levels before bits are allocated; quantising; decoding.
+"""The kernels of an encoder of `eden` and `wf` on CUDA: means, energies and levels for the allocation; the stream.
 
 Shape letters: T tiles of a block, G channels per tile.
 """
@@ -9,37 +9,24 @@ import triton.language as tl
 from tahq.quant.gaussian.reference import CANDIDATES, SAME_LEVEL
 from tahq.quant.gaussian.small_scale import DROPPED_BITS, LARGEST_CODE, NOT_FINITE
 from tahq.quant.gaussian.triton_allocation import load_widths
-from tahq.quant.gaussian.triton_stream import SLOTS, tile_verdict
-from tahq.quant.gpu.hash import flip_signs, hash_words
-from tahq.quant.gpu.levels import (
-    code_of_bits,
-    load_levels,
-    nearest_code,
-    quantize,
-    scale_value,
-    signed_codes,
-    store_codes,
-)
+from tahq.quant.gpu.levels import code_of_bits, nearest_code, quantize, scale_value, signed_codes, store_codes
 from tahq.quant.gpu.tiles import (
     INFINITY,
     as_floats,
     as_halves,
     fill_gap,
-    from_eights,
+    flip_signs,
     from_half,
     hadamard,
-    locate_eights,
+    hash_words,
     locate_tiles,
     magnitude_bits,
     power_of_two,
     store_header,
     store_measured,
-    store_values,
-    store_verdict,
     tensor_exponent,
-    to_eights,
 )
-from tahq.quant.transforms import TOP_EXPONENT
+from tahq.quant.tiling import TOP_EXPONENT
 
 TOKENS_PER_PROGRAM = 8
 """Of the kernel that makes levels of energies."""
@@ -47,7 +34,7 @@ _TOKENS = tl.constexpr(TOKENS_PER_PROGRAM)
 _TILES_AT_ONCE = tl.constexpr(128)
 _SUMS_AT_ONCE = tl.constexpr(4096)
 _TOP, _SAME_LEVEL = tl.constexpr(TOP_EXPONENT), tl.constexpr(SAME_LEVEL)
-_LARGEST_CODE, _NOT_FINITE, _SLOTS = tl.constexpr(LARGEST_CODE), tl.constexpr(NOT_FINITE), tl.constexpr(SLOTS)
+_LARGEST_CODE, _NOT_FINITE = tl.constexpr(LARGEST_CODE), tl.constexpr(NOT_FINITE)
 _DROPPED, _HALF = tl.constexpr(DROPPED_BITS), tl.constexpr(1 << (DROPPED_BITS - 1))
 _NUM_CANDIDATES = tl.constexpr(len(CANDIDATES))
 _LOWEST = tl.constexpr(-(1 << 20))
@@ -95,20 +82,17 @@ def _as_doubles(pointer):
 
 
 @triton.jit
-def _locate_column(x, token, column, channels, tiles_per_token, G: tl.constexpr, PADDED: tl.constexpr):
-    """Pointers [R, G] to the tiles of a column for tokens [R] of a contiguous tensor."""
+def _load_column(x, token, stop, column, channels, tiles_per_token, G: tl.constexpr, PADDED: tl.constexpr):
+    """fp32 [R, G] of a column's tiles for tokens [R] up to `stop`, and the bits of their largest magnitudes [R]."""
     channel = tl.arange(0, G)[None, :]
     if PADDED:
-        return x + (token.to(tl.int64) * channels + column * G)[:, None] + channel
-    return x + ((token.to(tl.int64) * tiles_per_token + column) * G)[:, None] + channel
-
-
-@triton.jit
-def _is_real(token, stop, column, channels, G: tl.constexpr, PADDED: tl.constexpr):
-    """Which channels [R, G] of a column there are, for tokens [R] up to `stop`."""
-    if PADDED:
-        return (token < stop)[:, None] & (column * G + tl.arange(0, G) < channels)[None, :]
-    return (token < stop)[:, None] & (tl.arange(0, G) < G)[None, :]
+        pointers = x + (token.to(tl.int64) * channels + column * G)[:, None] + channel
+        is_real = (token < stop)[:, None] & (column * G + channel < channels)
+    else:
+        pointers = x + ((token.to(tl.int64) * tiles_per_token + column) * G)[:, None] + channel
+        is_real = (token < stop)[:, None] & (channel < G)
+    values = tl.load(pointers, mask=is_real, other=0.0).to(tl.float32)
+    return values, tl.max(magnitude_bits(values), axis=1)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "channels", "tiles_per_token", "num_parts", "tokens_per_part"])
@@ -136,10 +120,7 @@ def sum_kernel(
         total = tl.zeros([TOKENS, G], tl.float64)
         for first in range(part * tokens_per_part, stop, TOKENS):
             token = first + tl.arange(0, TOKENS)
-            pointers = _locate_column(x, token, column, channels, tiles_per_token, G, PADDED)
-            is_real = _is_real(token, stop, column, channels, G, PADDED)
-            values = tl.load(pointers, mask=is_real, other=0.0).to(tl.float32)
-            largest = tl.max(magnitude_bits(values), axis=1)
+            values, largest = _load_column(x, token, stop, column, channels, tiles_per_token, G, PADDED)
             is_finite = largest < INFINITY
             largest_seen = tl.maximum(largest_seen, largest)
             largest_finite = tl.maximum(largest_finite, tl.where(is_finite, largest, 0))
@@ -204,10 +185,8 @@ def energy_kernel(
             mean = from_half(bits)
         for first in range(part * tokens_per_part, stop, TOKENS):
             token = first + tl.arange(0, TOKENS)
-            pointers = _locate_column(x, token, column, channels, tiles_per_token, G, PADDED)
-            is_real = _is_real(token, stop, column, channels, G, PADDED)
-            values = tl.load(pointers, mask=is_real, other=0.0).to(tl.float32)
-            is_finite = tl.max(magnitude_bits(values), axis=1) < INFINITY
+            values, largest = _load_column(x, token, stop, column, channels, tiles_per_token, G, PADDED)
+            is_finite = largest < INFINITY
             y = tl.where(is_finite[:, None], values * factor - mean[None, :], 0.0)
             energy = tl.where(is_finite, tl.sum(y * y, axis=1) * (1.0 / G), -1.0)
             tl.store(as_floats(work + energies_at) + token * tiles_per_token + column, energy, mask=token < stop)
@@ -240,7 +219,7 @@ def level_kernel(work, num_tokens, tiles_per_token, energies_at, levels_at):
 
 
 @triton.jit
-def _load_means(means, tiles, channel, is_real, tiles_per_token, G: tl.constexpr):
+def load_means(means, tiles, channel, is_real, tiles_per_token, G: tl.constexpr):
     """fp32 means, fp16 in the stream, for tiles and channels that are broadcast against each other."""
     in_token = (tiles % tiles_per_token) * G + channel
     return from_half(tl.load(as_halves(means) + in_token, mask=is_real, other=0))
@@ -315,7 +294,7 @@ def quantize_kernel(
         y = tl.load(pointers, mask=is_real, other=0.0).to(tl.float32) * factor
         if CENTER:
             channel = tl.arange(0, G)[None, :]
-            y -= _load_means(buf + mean_at, tiles[:, None], channel, is_real, tiles_per_token, G)
+            y -= load_means(buf + mean_at, tiles[:, None], channel, is_real, tiles_per_token, G)
         y = tl.where(is_finite[:, None], y, 0.0)
         if RANDOM:
             y = flip_signs(y, tiles, key_low, key_high, TILES, G)
@@ -340,46 +319,3 @@ def quantize_kernel(
         if CENTER:
             fill_gap(buf, mean_at + 2 * channels)
         fill_gap(buf, codes_at + num_planes.to(tl.int64) * (G // 8))
-
-
-@triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token", "key_low", "key_high"])
-def values_kernel(
-    buf,
-    work,
-    table,
-    x,
-    num_tiles,
-    channels,
-    tiles_per_token,
-    scale_at,
-    mean_at,
-    codes_at,
-    key_low,
-    key_high,
-    G: tl.constexpr,
-    TILES: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANDOM: tl.constexpr,
-    CENTER: tl.constexpr,
-):
-    """Values of all tiles, and the rest of the verdict."""
-    EXPONENT_AT: tl.constexpr = 3 if RANDOM else 4
-    factor = power_of_two(-tl.load(buf + EXPONENT_AT).to(tl.int8, bitcast=True).to(tl.int32))
-    verdict = tl.zeros([TILES], tl.int32)
-    for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
-        tiles = block * TILES + tl.arange(0, TILES)
-        is_tile = tiles < num_tiles
-        start, width = load_widths(work + _SLOTS, tiles, is_tile)
-        scale = tl.load(buf + scale_at + tiles, mask=is_tile, other=0).to(tl.int32)
-        verdict |= tile_verdict(work, scale, is_tile)
-        y = load_levels(buf + codes_at, start, width, table, TILES, G) * scale_value(scale)[None, None, :]
-        y = hadamard(from_eights(y, TILES, G), TILES, G)
-        if RANDOM:
-            y = flip_signs(y, tiles, key_low, key_high, TILES, G)
-        y = to_eights(y, TILES, G)
-        pointers, is_real = locate_eights(x, block, num_tiles, channels, tiles_per_token, TILES, G, PADDED)
-        if CENTER:
-            channel = tl.arange(0, 8)[:, None, None] + 8 * tl.arange(0, G // 8)[None, :, None]
-            y += _load_means(buf + mean_at, tiles[None, None, :], channel, is_real, tiles_per_token, G)
-        store_values(pointers, y * factor, is_real)
-    store_verdict(work, verdict)
