@@ -1,19 +1,19 @@
-"""What one stage of torch's pipeline sends and receives, packed: torch's point-to-point operations in, others out.
+"""Packs what one stage of torch's pipeline sends and receives: torch's point-to-point operations in, others out.
 
-Works on lists of `torch.distributed.P2POp` alone, so it knows nothing of stages' insides. Both ends of a cut go through
-the same steps with equal numbers, and so come to the same keys and lengths.
+Works on lists of `torch.distributed.P2POp` alone. Both ends of a cut go through the same steps with equal numbers, and
+so come to the same keys and lengths.
 
-Which tensors are packed: fp32, bf16 and fp16 whose stream is shorter than they are, and for which a gradient comes
-back. All others (integers, masks, constants, fp64, a loss of one element) go as they are. A mask of floats differs from
+Packed are fp32, bf16 and fp16 tensors whose stream is shorter than they are, and for which a gradient comes back. All
+others (integers, masks, constants, fp64, a loss of one element) are sent unchanged. A mask of floats differs from
 a hidden state by its gradient alone; so where no tensor of a crossing is known to have one (an evaluation before all
 training, frozen layers), the only one is packed, and of several none.
 
-A message is a stream and 8 bytes behind it, a hash of what the sender took it for: gloo takes a message that is shorter
-than its buffer without a word.
+A message is a stream and 8 bytes behind it, a hash of the sender's view of it: gloo accepts a message that is shorter
+than its buffer without an error.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import distributed
@@ -27,20 +27,15 @@ PACKED = (torch.float32, torch.bfloat16, torch.float16)
 TAG_NBYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """What crosses one cut at once: all tensors of a micro-batch, of one kind (ACTIVATION or GRADIENT).
-
-    A cut has the number of the stage before it.
-    """
+class Crossing(NamedTuple):
+    """All tensors of one kind (ACTIVATION or GRADIENT) and micro-batch at a cut, numbered by the stage before it."""
 
     kind: str
     cut: int
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One tensor of a crossing, as torch's two ends have agreed on it: the receiver's buffer is made to it.
 
     `has_gradient`: a gradient for it comes back in training, or it is a gradient; False where that is not known.
@@ -51,16 +46,14 @@ class Slot:
     has_gradient: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A step of the schedule: `train` or `eval`, which are counted apart, and its number."""
 
     purpose: str
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingMessage:
+class IncomingMessage(NamedTuple):
     """A message that is coming in, and the tensor it stands for, `index` of those that cross at once."""
 
     index: int
@@ -107,10 +100,9 @@ class BoundaryPacking:
     def pack(
         self, ops: Sequence[distributed.P2POp], crossing: Crossing, slots: Sequence[Slot]
     ) -> list[distributed.P2POp]:
-        """The sends in `ops`, one a slot, with messages in place of what can be packed.
+        """The sends in `ops`, one per slot, with messages in place of what can be packed.
 
-        Raises:
-            CodecError: a tensor is not what was agreed on, to which the peer's buffers were made.
+        CodecError: a tensor is not what was agreed on, to which the peer's buffers were made.
         """
         if ops:
             self._check_agreed(ops, crossing, slots)
@@ -124,11 +116,9 @@ class BoundaryPacking:
         """The receives in `ops`, into buffers for messages where these come; `unpack` then fills the tensors."""
         if ops:
             self._count()
-        packed = self._packed(slots, crossing.kind)
         arrivals = {
-            index: IncomingMessage(index, self._room_for(op.tensor, crossing.kind), op.tensor)
-            for index, op in enumerate(ops)
-            if index in packed
+            index: IncomingMessage(index, self._room_for(ops[index].tensor, crossing.kind), ops[index].tensor)
+            for index in sorted(self._packed(slots, crossing.kind) if ops else ())
         }
         self._arrivals[crossing] = list(arrivals.values())
         return [_with(op, arrivals[index].message) if index in arrivals else op for index, op in enumerate(ops)]
@@ -136,8 +126,7 @@ class BoundaryPacking:
     def unpack(self, crossing: Crossing) -> None:
         """Decode what has arrived into torch's own buffers; does nothing where nothing is sent, within a rank.
 
-        Raises:
-            CodecError: a message of another length or of something else, or damaged; names stage and micro-batch.
+        CodecError, with stage and micro-batch: a message is damaged, or of another length or tensor.
         """
         for arrival in self._arrivals.pop(crossing, []):
             values = self._decode(arrival, crossing)
@@ -177,12 +166,12 @@ class BoundaryPacking:
         return packing_key(self._seed, self._step, crossing, index) if codec.is_keyed else 0
 
     def _tag(self, codec: Codec, tensor: torch.Tensor, crossing: Crossing, index: int) -> bytes:
-        """Hash of all that both ends should know of a tensor. The seed is left out: what it is for is the key."""
+        """Hash of all that both ends should know of a tensor, but for the seed, which the key depends on."""
         kind = (str(codec.spec), str(tensor.dtype), *tensor.shape)
         return derive_seed("tag", *_name(self._step, crossing, index), *kind).to_bytes(TAG_NBYTES, "little")
 
     def _packed(self, slots: Sequence[Slot], kind: str) -> set[int]:
-        """Which tensors of a crossing are packed; both ends know no more than the slots."""
+        """The tensors of a crossing that are packed; both ends know no more than the slots."""
         candidates = [
             index
             for index, slot in enumerate(slots)

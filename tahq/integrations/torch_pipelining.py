@@ -7,11 +7,10 @@
     stage = compress(PipelineStage(model, rank, num_stages, device), activations="tah", gradients="fixed:bits=8")
     schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=loss)
 
-A compressed stage is the same object, under a class that overrides what torch calls a stage by, and nothing that begins
-with an underscore: the operations that send and receive, what computes a micro-batch (where messages are decoded), and
-what begins a step (which is counted). Shapes, buffers, autograd and the schedule stay torch's; what the stages have
-agreed on is read where torch keeps it, `_stage_meta`. Between stages of one rank torch hands tensors over; nothing is
-sent there, and nothing is packed.
+A compressed stage is the same object under a class that overrides public methods only: the operations that send and
+receive, what computes a micro-batch (where messages are decoded), and what begins a step (which is counted). Shapes,
+buffers, autograd and the schedule stay torch's; the agreed shapes are read where torch keeps them, `_stage_meta`.
+Between stages of one rank torch hands tensors over; nothing is sent there, and nothing is packed.
 
 docs/integrations.md says more.
 """
@@ -30,7 +29,7 @@ from tahq.integrations.boundary_packing import ACTIVATION, GRADIENT, BoundaryPac
 from tahq.quant import AUTO, Codec, get_codec
 
 SUPPORTED = ("2.13",)
-"""Releases of torch whose schedules have been tried, by tests/integrations."""
+"""Releases of torch whose schedules tests/integrations has tried."""
 
 OVERRIDDEN = (
     "clear_runtime_states",
@@ -57,8 +56,8 @@ def compress(
 ) -> Stages:
     """Have stages send packed tensors; call it on every rank of the pipeline, before the schedule is built.
 
-    It is a collective call: the ranks tell each other what they were given, so that a difference is an error here and
-    not a damaged tensor later. Each rank calls it once, with its stage or with all of its stages.
+    It is a collective call: the ranks compare their arguments, so that a difference is an error here and not a damaged
+    tensor later. Each rank calls it once, with its stage or with all of its stages.
 
     Args:
         stages: of this rank; changed in place.
@@ -136,10 +135,7 @@ class CompressedStage(PipelineStage):
         return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
     def _input_grads(self) -> list[Any]:
-        """What torch has agreed on for each input's gradient, None where none is sent; empty before all training.
-
-        An evaluation leaves what training has put there, at both ends of a cut.
-        """
+        """The agreed shape of each input's gradient, None where none is sent; empty before all training."""
         if self._stage_meta.input_grads is None:
             return []
         return [self._get_grad_send_meta(index) for index in range(len(self._stage_meta.inputs or ()))]
@@ -152,7 +148,6 @@ class CompressedStage(PipelineStage):
 
 
 def _activations(agreed: Sequence[Any], gradients: Sequence[Any]) -> list[Slot]:
-    """Of torch's descriptions of what a stage hands on, and of the gradients that come back."""
     return [
         Slot(tensor.shape, tensor.dtype, has_gradient=gradient is not None)
         for tensor, gradient in zip(agreed, (*gradients, *(None,) * len(agreed)), strict=False)
@@ -179,7 +174,6 @@ def check_torch(version: str, stage_class: type = PipelineStage) -> None:
 
 
 def _given(stages: object) -> list[PipelineStage]:
-    """The stages, once it is sure that they are, and each there once."""
     listed = list(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else [stages]
     if not listed:
         raise ConfigError("compress needs a stage: every rank of a pipeline has one, and the others wait for this call")
@@ -196,7 +190,6 @@ def _given(stages: object) -> list[PipelineStage]:
 
 
 def _number(name: str, value: object, least: int) -> int:
-    """Also from numpy's whole numbers, as int."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tahq.coordinator.observer import RunObserver, StageTrace, StepTrace, TracedSpan
 from tahq.errors import UserError
+from tahq.observe.metrics_reader import WRONG
 
 COORDINATOR_PID = 1
 FIRST_STAGE_PID = 2
@@ -27,12 +28,7 @@ Event = dict[str, Any]
 
 
 class TraceFiles(RunObserver):
-    """Writes ``step-000010.json`` into a folder, which is made with the first.
-
-    Args:
-        folder: where.
-        start: number of this start of the run, from 1.
-    """
+    """Writes ``step-000010.json`` into a folder, made with the first; `start` counts the run's starts from 1."""
 
     def __init__(self, folder: Path, start: int = 1) -> None:
         self._folder = folder
@@ -60,12 +56,7 @@ def trace_path(folder: Path, step: int) -> Path:
 
 
 def trace_object(trace: StepTrace, start: int = 1) -> dict[str, Any]:
-    """A traced step as one JSON object: `traceEvents`, and in `otherData` start, when it began, and the clocks.
-
-    Args:
-        trace: the step.
-        start: number of the start of the run that it is of, from 1.
-    """
+    """A traced step as one JSON object: `traceEvents`, and in `otherData` step, start, beginning, and the clocks."""
     tids = {stage.stage: _lane_tids(stage) for stage in trace.stages}
     events = [*_names(trace.stages, tids), *_step_events(trace, tids)]
     clocks = [
@@ -159,66 +150,50 @@ def _microseconds(seconds: float) -> float:
 
 
 Picture = Mapping[str, Any]
-"""What `trace_file.trace_object` made of a step."""
+"""A traced step, as `trace_object` made it."""
 
 
 def read_picture(path: Path) -> dict[str, Any]:
-    """A step's picture, as `TraceFiles` wrote it.
-
-    Raises:
-        UserError: it cannot be read, or is not whole.
-    """
+    """A step's picture, as `TraceFiles` wrote it; UserError if it cannot be read, or is not whole."""
     try:
         picture: dict[str, Any] = json.loads(path.read_bytes())
         int(picture["otherData"]["step"])
         merged([picture])  # looks at everything that it is used for
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except WRONG as error:
         raise UserError(f"{path} is not the whole picture of a step ({type(error).__name__}: {error})") from error
     return picture
 
 
 def merged(pictures: Sequence[Picture]) -> dict[str, Any]:
-    """Steps of a run as one picture; of several, `otherData.steps` has what each one's `otherData` had.
+    """Steps of a run as one picture; of several, `otherData.steps` has the `otherData` of each.
+
+    Each start of the run has processes of its own, behind those of the starts before: its clock may be another.
 
     Args:
         pictures: one at least, in the order of their steps.
     """
-    starts = _starts(pictures)
+    starts = [list(drawn) for _, drawn in groupby(sorted(pictures, key=_start), key=_start)]
     events = _Events()
-    for number, start in enumerate(starts, start=1):
-        events.add_start(start, f"start {_start(start[0]) or number}: " if len(starts) > 1 else "")
-    steps = [picture["otherData"] for start in starts for picture in start]
+    for drawn in starts:
+        prefix = f"start {_start(drawn[0])}: " if len(starts) > 1 else ""
+        begin_us, origin_s = events.end_us, drawn[0]["otherData"]["begin_s"]
+        for picture in drawn:
+            events.add(picture, prefix, begin_us + _microseconds(picture["otherData"]["begin_s"] - origin_s))
+    steps = [picture["otherData"] for drawn in starts for picture in drawn]
     other = steps[0] if len(steps) == 1 else {"steps": steps}
     in_order = sorted([*events.names.values(), *events.timed], key=_place)
     return {**pictures[-1], "traceEvents": in_order, "otherData": other}
 
 
-def _starts(pictures: Iterable[Picture]) -> list[list[Picture]]:
-    """By the start of the run that drew them, the first one first.
-
-    Where an earlier version did not say which start it was, a clock that went back belongs to another.
-    """
-    starts: list[list[Picture]] = []
-    for _, drawn in groupby(sorted(pictures, key=_start), key=_start):
-        begin_s = math.inf
-        for picture in drawn:
-            if picture["otherData"]["begin_s"] <= begin_s:
-                starts.append([])
-            starts[-1].append(picture)
-            begin_s = picture["otherData"]["begin_s"]
-    return starts
-
-
 def _start(picture: Picture) -> int:
-    """The number of the start; 0 where an earlier version of tahq did not say."""
-    return int(picture["otherData"].get("start", 0))
+    return int(picture["otherData"]["start"])
 
 
 @dataclass(slots=True)
 class _Events:
-    """The events of one picture, while it grows by start after start.
+    """The events of one picture, while it grows by step after step.
 
     names: of processes and threads, which every step has: once is enough. pids: by start, number in the file, and
     name. tids: by process, and name of the lane.
@@ -228,22 +203,15 @@ class _Events:
     timed: list[Event] = field(default_factory=list)
     pids: dict[tuple[int, int, str], int] = field(default_factory=dict)
     tids: dict[tuple[int, str], int] = field(default_factory=dict)
-    num_starts: int = 0
     end_us: float = 0.0
 
-    def add_start(self, pictures: Sequence[Picture], start: str) -> None:
-        """Steps of one start after what there is; `start` goes before the names of its processes."""
-        origin_s, begin_us = pictures[0]["otherData"]["begin_s"], self.end_us
-        self.num_starts += 1
-        for picture in pictures:
-            self._add(picture, start, begin_us + _microseconds(picture["otherData"]["begin_s"] - origin_s))
-
-    def _add(self, picture: Picture, start: str, shift_us: float) -> None:
+    def add(self, picture: Picture, prefix: str, shift_us: float) -> None:
+        """Add a step, `shift_us` later than its own times; `prefix` goes before the names of its processes."""
         events = picture["traceEvents"]
         processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
         lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         for event in events:
-            process = (self.num_starts, event["pid"], processes.get(event["pid"], ""))
+            process = (_start(picture), event["pid"], processes.get(event["pid"], ""))
             pid, tid = self.pids.setdefault(process, len(self.pids) + 1), event["tid"]
             if (event["pid"], tid) in lanes:
                 tid = self.tids.setdefault((pid, lanes[event["pid"], tid]), len(self.tids) + 1)
@@ -254,7 +222,7 @@ class _Events:
                 self.end_us = max(self.end_us, placed["ts"] + event.get("dur", 0.0))
                 continue
             if event["name"] == "process_name":
-                placed["args"] = {"name": start + event["args"]["name"]}
+                placed["args"] = {"name": prefix + event["args"]["name"]}
             elif event["name"] == "process_sort_index":
                 placed["args"] = {"sort_index": pid}
             self.names.setdefault((event["name"], pid, tid), placed)

@@ -100,11 +100,8 @@ def test_steps_make_one_picture_with_lanes_that_stay_the_same():
 
 
 def drawn(*steps, start):
-    """Pictures as they are read again; start None: of a tahq that did not say which start it was."""
-    pictures = [json.loads(json.dumps(trace_object(step, start or 1))) for step in steps]
-    for picture in pictures if start is None else ():
-        del picture["otherData"]["start"]
-    return pictures
+    """Pictures as they are read again."""
+    return [json.loads(json.dumps(trace_object(step, start))) for step in steps]
 
 
 def processes(picture):
@@ -138,18 +135,6 @@ def test_steps_that_were_turned_back_from_stand_with_their_own_start():
     picture = merged([*drawn(trace(5, 160.0, pid=7), start=2), *drawn(trace(6, 100.03), start=1)])
     assert [step["step"] for step in picture["otherData"]["steps"]] == [6, 5]
     assert list(processes(picture).values())[::3] == ["start 1: coordinator", "start 2: coordinator"]
-
-
-def test_pictures_that_do_not_say_their_start_are_told_apart_by_worker_and_by_clock():
-    resumed = merged(drawn(trace(5, 100.0), trace(9, 147.0, pid=7), start=None))
-    check_format(resumed)
-    assert sorted(processes(resumed).values()) == [
-        *("coordinator", "stage 0 (a, pid 1)", "stage 0 (a, pid 7)", "stage 1 (b, pid 2)"),
-    ]
-    elsewhere = merged(drawn(trace(5, 100.0), trace(9, 3.0, pid=7), start=None))
-    assert [name for name in processes(elsewhere).values() if "coordinator" in name] == [
-        *("start 1: coordinator", "start 2: coordinator"),
-    ]
 
 
 def test_each_step_is_a_file(tmp_path):

@@ -1,0 +1,118 @@
+"""What the benchmarks of memory, optimizers and the runtime count, small and on the CPU."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_optimizer_step
+import pytest
+import torch
+from bench_runtime import MICRO_BATCHES, measure_actions
+from coat_layer_parts import Layer, Size, make_layer, saved_by_operator
+from coat_norms import norm_variants
+from optimizer_rows import entries, llama_shapes, make_parameters, state_nbytes
+from trace_overhead import overheads
+
+from tahq.memory.config import CoatConfig
+from tahq.observe.trace_file import FIRST_STAGE_PID
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SIZE = Size(hidden=192, inner=512, heads=3, batch=1, seq_len=64)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "units"),
+    [
+        (None, {"RMSNorm": 6.0, "Act Func": 8.0, "FlashAttn": 4.0, "Linear": 2 + 8 / 3}),
+        (CoatConfig(), {"RMSNorm": 1.125, "Act Func": 3.0, "FlashAttn": 4.0, "Linear": 1 + 4 / 3}),
+    ],
+    ids=["bf16", "coat"],
+)
+def test_layer_benchmark_counts_the_bytes_that_a_layer_saves(config, units):
+    layer = Layer(SIZE, CPU, make_layer(SIZE, CPU, config, master=False), master=False)
+    found = {operator: nbytes / SIZE.unit for operator, nbytes in saved_by_operator(layer).items()}
+    assert found.keys() == units.keys()
+    # statistics of norms and attention and the rotary tables come on top: for 64 tokens they count
+    rest = {"RMSNorm": 0.03, "FlashAttn": 0.75}
+    for operator, expected in units.items():
+        assert expected <= found[operator] + 1e-9
+        assert found[operator] <= expected + rest.get(operator, 0.001)
+    for work in norm_variants(8, 64, CPU).values():
+        work()
+
+
+@pytest.mark.parametrize(("wanted", "tolerance"), [(1e6, 0.1), (1e9, 0.03), (3e8, 0.1)])
+def test_shapes_have_about_the_wanted_number_of_parameters(wanted, tolerance):
+    assert sum(map(math.prod, llama_shapes(wanted))) == pytest.approx(wanted, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        ("torch AdamW, loop", 8 * 8192),
+        ("adamw8bit", 2 * 8192 + 2 * 4 * 32),
+        ("torch AdamW of bf16, loop", 4 * 8192),
+    ],
+)
+def test_bytes_of_states_are_counted_without_counters(name, nbytes):
+    (entry,) = (entry for entry in entries(CPU) if entry.name == name)
+    row = bench_optimizer_step.prepare(entry, make_parameters([(64, 128)], entry.dtype, CPU))
+    assert row.state_nbytes == nbytes
+    assert row.moved_nbytes == 3 * 8192 * entry.dtype.itemsize + 2 * nbytes
+
+
+def test_tensors_that_states_share_are_counted_once():
+    shared = torch.zeros(10)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3)) for _ in range(2)])
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {"table": shared, "own": {"inside": torch.zeros(5)}, "step": torch.zeros(())}
+    assert state_nbytes(optimizer) == 40 + 2 * 20
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("script", ["bench_optimizer_step.py", "bench_optimizer_memory.py"])
+def test_a_small_run_writes_its_table(tmp_path, script):
+    out = tmp_path / "table.md"
+    few = ["--repeats", "1", "--only", "loop", "8bit"] if "step" in script else []
+    command = [sys.executable, str(BENCHMARKS / script), "--parameters", "6e5", "--device", "cpu", *few]
+    done = subprocess.run([*command, "--output", str(out)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in out.read_text().splitlines() if line.startswith("| adamw8bit"))
+    assert "| 2.0" in line
+
+
+@pytest.mark.acceptance
+def test_runtime_benchmark_measures_every_action_of_every_stage():
+    cost = measure_actions(2, 2)
+    assert len(cost.actions_ms) == 2 * MICRO_BATCHES * 2 * 2
+    assert len(cost.chain_ms) == 2
+    assert all(ms > 0 for ms in (cost.core_ms, *cost.actions_ms, *cost.chain_ms))
+    assert {"forward", "backward", "wait", "beside:encode", "beside:decode"} <= cost.shares.keys()
+
+
+def span(name, category, begin_ms, end_ms, pid=FIRST_STAGE_PID, tid=1):
+    times = {"ts": 1e3 * begin_ms, "dur": 1e3 * (end_ms - begin_ms)}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
+
+
+def test_trace_overhead_counts_every_moment_of_a_step_once():
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": FIRST_STAGE_PID, "tid": tid, "args": {"name": name}}
+        for tid, name in ((1, "compute"), (2, "encode"))
+    ]
+    spans = [
+        span("step 3", "step", 0, 100, pid=1),
+        span("data", "data", -20, 5),  # what lies outside of the step is not part of it
+        span("wait for stage 1: gradients 0", "wait", 5, 20),
+        span("wait for the codec: gradients 0", "wait", 20, 22),
+        span("0B0", "backward", 21, 71),  # begins while the codec is still waited for
+        span("encode: gradients 0", "encode", 0, 100, tid=2),  # beside: no time of the step
+        span("wait for room: gradients 1", "wait", 70, 80),
+        span("commit", "commit", 85, 100),
+    ]
+    (stage,) = overheads({"traceEvents": [*names, *spans]})
+    shares = (stage.compute, stage.frames, stage.update, stage.commit, stage.codec, stage.rest)
+    assert shares == pytest.approx((0.50, 0.24, 0.05, 0.15, 0.01, 0.05))
+    assert stage.overhead == pytest.approx(0.06)
