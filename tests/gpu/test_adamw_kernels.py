@@ -19,11 +19,9 @@ CUDA = torch.device("cuda")
 def test_the_quantiser_in_plain_torch_gives_the_same_codes_on_the_device(signed):
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) ** 3
     x = x if signed else x.abs()
-    codes, scales = encode(x, signed)
-    device_codes, device_scales = encode(x.cuda(), signed)
-    assert torch.equal(codes, device_codes.cpu())
-    assert torch.equal(scales, device_scales.cpu())
-    assert torch.equal(decode(codes, scales, signed), decode(device_codes, device_scales, signed).cpu())
+    coded, on_device = encode(x, signed), encode(x.cuda(), signed)
+    for left, right in zip((*coded, decode(*coded, signed)), (*on_device, decode(*on_device, signed)), strict=True):
+        assert torch.equal(left, right.cpu())
 
 
 SHAPES = {"matrix": (333, 77), "norm": (127,), "unused": (5000,)}
@@ -46,38 +44,38 @@ def built(keys, device, weights):
     return config, parameters, build_optimizer(config, parameters, lambda name, parameter: parameter.ndim > 1)
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
-def test_states_of_the_cpu_go_on_on_the_device(keys):
-    """Moments to the bit; weights to 2⁻²⁰ of a change, a rate, in each of three steps, and their own roundings."""
-    start = {name: normal(shape, 7) for name, shape in SHAPES.items()}
-    _, parameters, optimizer = built(keys, "cpu", start)
+every_optimizer = pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
+
+
+def continued(keys, device):
+    """Three steps on a device, three more there and on CUDA: parameters and states of both."""
+    _, parameters, optimizer = built(keys, device, {name: normal(shape, 7) for name, shape in SHAPES.items()})
     train(parameters, optimizer, range(3))
     config, moved, other = built(keys, "cuda", {name: weight.detach() for name, weight in parameters.items()})
     states = {name: state.clone() for name, state in optimizer_tensors(optimizer, parameters).items()}
     load_optimizer_tensors(config, other, moved, states)
-    train(parameters, optimizer, range(3, 6))
-    train(moved, other, range(3, 6))
-    states, on_device = optimizer_tensors(optimizer, parameters), optimizer_tensors(other, moved)
+    for each, its in ((parameters, optimizer), (moved, other)):
+        train(each, its, range(3, 6))
+    return parameters, moved, optimizer_tensors(optimizer, parameters), optimizer_tensors(other, moved)
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+def test_states_of_the_cpu_go_on_on_the_device(keys):
+    """Moments to the bit; weights to 2⁻²⁰ of a change, a rate, in each of three steps, and their own roundings."""
+    parameters, moved, states, on_device = continued(keys, "cpu")
     assert states.keys() == on_device.keys()
     assert [name for name in states if not torch.equal(states[name], on_device[name].cpu())] == []
     for name in SHAPES:
         torch.testing.assert_close(moved[name].cpu(), parameters[name], rtol=3 * 2**-23, atol=3 * 1e-1 * 2**-20)
 
 
-@pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
+@every_optimizer
 def test_resuming_on_the_device_is_exact_to_the_bit(keys):
-    start = {name: normal(shape, 7) for name, shape in SHAPES.items()}
-    _, parameters, optimizer = built(keys, "cuda", start)
-    train(parameters, optimizer, range(3))
-    config, resumed, other = built(keys, "cuda", {name: weight.detach() for name, weight in parameters.items()})
-    states = {name: state.clone() for name, state in optimizer_tensors(optimizer, parameters).items()}
-    load_optimizer_tensors(config, other, resumed, states)
-    train(parameters, optimizer, range(3, 6))
-    train(resumed, other, range(3, 6))
+    parameters, resumed, _, _ = continued(keys, "cuda")
     assert [name for name in SHAPES if not torch.equal(parameters[name], resumed[name])] == []
 
 
-@pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
+@every_optimizer
 def test_a_step_does_not_wait_for_the_device(keys):
     _, parameters, optimizer = built(keys, "cuda", {name: normal(shape, 7) for name, shape in SHAPES.items()})
     train(parameters, optimizer, range(2))
@@ -87,7 +85,7 @@ def test_a_step_does_not_wait_for_the_device(keys):
         optimizer.step()
 
 
-@pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
+@every_optimizer
 def test_side_by_side_on_streams_as_one_by_one(keys, monkeypatch):
     """Gradients made just before a step and weights read just after it, in the caller's stream."""
 
