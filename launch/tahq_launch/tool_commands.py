@@ -105,7 +105,7 @@ def measure(
 
     Exit status: as tahq-launch; 3 if a host could not reach another (the other measurements are still written).
     """
-    from tahq.plan.measure.jobs import MeasureRequest
+    from tahq.plan.measure.measurement import MeasureRequest
     from tahq_launch.plan.measure import measure_hosts
     from tahq_launch.start.prepared_run import StartRequest
 

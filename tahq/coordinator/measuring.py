@@ -12,8 +12,7 @@ from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.seats import Seat, stage_list
 from tahq.errors import RemoteProtocolError
-from tahq.plan.measure.jobs import Job, MeasureRequest, planned_jobs
-from tahq.plan.measure.measured import Measured
+from tahq.plan.measure.measurement import Job, Measured, MeasureRequest, planned_jobs
 
 MOST_S = 30.0
 """Longest measurement of a stream whose rate does not settle."""

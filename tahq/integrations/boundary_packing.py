@@ -54,9 +54,9 @@ class Step(NamedTuple):
 
 
 class IncomingMessage(NamedTuple):
-    """A message that is coming in, and the tensor it stands for, `index` of those that cross at once."""
+    """A message that is coming in, and the tensor it stands for, `number` of those that cross at once."""
 
-    index: int
+    number: int
     message: torch.Tensor
     target: torch.Tensor
 
@@ -149,8 +149,8 @@ class BoundaryPacking:
     def _decode(self, arrival: IncomingMessage, crossing: Crossing) -> torch.Tensor:
         target, codec = arrival.target, self._codecs[crossing.kind]
         stream, tag = arrival.message[:-TAG_NBYTES], arrival.message[-TAG_NBYTES:]
-        where = self._where(crossing, arrival.index)
-        if bytes(tag.tolist()) != self._tag(codec, target, crossing, arrival.index):
+        where = self._where(crossing, arrival.number)
+        if bytes(tag.tolist()) != self._tag(codec, target, crossing, arrival.number):
             raise CodecError(
                 f"{where} is not the {arrival.message.numel()} bytes of {codec.spec} that were expected for "
                 f"{_described(target)} in {self._step.purpose} step {self._step.number}; are all stages compressed "
@@ -158,7 +158,7 @@ class BoundaryPacking:
                 "Where one left out a step that others began, start all of them again from a checkpoint"
             )
         try:
-            return codec.decode(stream, target.shape, target.dtype, key=self._key(codec, crossing, arrival.index))
+            return codec.decode(stream, target.shape, target.dtype, key=self._key(codec, crossing, arrival.number))
         except CodecError as error:
             raise CodecError(f"{where}: {error}") from error
 

@@ -81,8 +81,9 @@ def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | No
         return None
     resources = sorted(resources_of(step), key=lambda resource: resource.least_s, reverse=True)
     top = resources[0]
-    once_s = _once_s(step) if top.kind != "coordinator" else 0.0
-    if top.least_s + once_s < EXPLAINS * step.step_time_s:
+    # the work that is done once per step, beside nothing else
+    once_s = max(s.split.data_s + s.split.optimizer_s + s.split.snapshot_s + s.split.other_s for s in step.stages)
+    if top.least_s + (0.0 if top.kind == "coordinator" else once_s) < EXPLAINS * step.step_time_s:
         return _latency_bound(step, max(resources, key=lambda resource: resource.busy_s))
     rest = max((r for r in resources if r is not top), key=lambda resource: resource.busy_s, default=None)
     advice = _advice(step, top, rest, facts)
@@ -90,12 +91,6 @@ def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | No
     filling = _filling(top, share)
     sentence = f"{top.name} is the bottleneck: {figures.share(share)} of the step; {advice}{filling}"
     return Diagnosis(top.kind, share, sentence, _brief(top.name, share))
-
-
-def _once_s(step: StepRecord) -> float:
-    """What is done once a step and nothing else runs beside."""
-    splits = [stage.split for stage in step.stages]
-    return max(s.data_s + s.optimizer_s + s.snapshot_s + s.other_s for s in splits)
 
 
 # -- what would change it ------------------------------------------------------------------------

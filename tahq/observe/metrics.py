@@ -36,12 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile(RunObserver):
-    """Writes metrics.jsonl.
-
-    Args:
-        path: the file; made if it is not there.
-        start_step: steps that the run's checkpoint has behind it; lines of later steps are cut off.
-    """
+    """Writes metrics.jsonl; lines of steps after `start_step`, those of the run's checkpoint, are cut off first."""
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         keep_until(path, start_step)
@@ -88,7 +83,6 @@ class MetricsFile(RunObserver):
 
     def _write(self) -> None:
         """As much as the disk takes; a line may be cut, and is completed by the next call."""
-        had_no_room = self._has_no_room
         if self._unwritten and not os.fstat(self._file.fileno()).st_nlink:
             self._unwritten = b""
             raise UserError(
@@ -101,25 +95,18 @@ class MetricsFile(RunObserver):
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > MAX_UNWRITTEN_NBYTES:
                 raise
-            self._has_no_room = True
-            if not had_no_room:
+            if not self._has_no_room:
                 log.warning("%s: %s; its lines are kept until there is room", self._file.name, error.strerror)
+            self._has_no_room = True
         else:
             self._has_no_room = False
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:
     """A step as metrics.jsonl has it."""
-    values = {
-        "step": record.step,
-        "loss": record.loss,
-        "tokens": record.tokens,
-        "tokens_per_s": record.tokens_per_s,
-        "step_time_s": record.step_time_s,
-        "grad_norm": record.grad_norm,
-        "clip_factor": record.clip_factor,
-        "skipped": record.skipped,
-        "lr": record.lr,
+    names = ("step", "loss", "tokens", "tokens_per_s", "step_time_s", "grad_norm", "clip_factor", "skipped", "lr")
+    values: dict[str, Any] = {name: getattr(record, name) for name in names}
+    values |= {
         "links": [_link_object(link) for link in record.links],
         "stages": [_stage_object(stage) for stage in record.stages],
         "codec_changes": [asdict(change) for change in record.codec_changes],
@@ -163,13 +150,8 @@ def _stage_object(stage: StageRecord) -> dict[str, Any]:
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:
     """A validation loss as metrics.jsonl has it: nats per token, and e to their power."""
-    values = {
-        "tokens": record.tokens,
-        "loss": record.loss,
-        "perplexity": perplexity(record.loss),
-        "loss_raw": record.loss_raw,
-        "perplexity_raw": perplexity(record.loss_raw),
-    }
+    values = {"tokens": record.tokens, "loss": record.loss, "perplexity": perplexity(record.loss)}
+    values |= {"loss_raw": record.loss_raw, "perplexity_raw": perplexity(record.loss_raw)}
     return {name: _strict(value) for name, value in values.items()}
 
 

@@ -21,14 +21,10 @@ WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, Re
 
 
 def read_lines(metrics: Path, value_of: Callable[[Any], Value], what: str) -> list[Value]:
-    """A value of each line that is complete, in order.
+    """A value of each complete line, in order.
 
     A last line without a newline is left out: it is being written, or was cut by a kill or a full disk (`metrics.py`).
-
-    Args:
-        metrics: the file.
-        value_of: makes the value of a line's JSON; raises one of `WRONG` if it is not as it should be.
-        what: every line should have, for the message.
+    `value_of` makes the value of a line's JSON, or raises one of `WRONG`; `what` every line should have.
 
     Raises:
         UserError: the file cannot be read, or one of its lines; with its number, from 1.

@@ -79,7 +79,10 @@ class HostNumbers(Section):
     def _specs_in_full(cls, codecs: dict[str, CodecTimes]) -> dict[str, CodecTimes]:
         found: dict[str, CodecTimes] = {}
         for text, times in codecs.items():
-            spec = _spec_in_full(text)
+            try:
+                spec = str(CodecSpec.parse(text))
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
             if spec in found:
                 raise ValueError(f"{text} is {spec}, which is listed already")
             found[spec] = times
@@ -143,13 +146,6 @@ class ClusterNumbers(Section):
             if count > 1:
                 raise ValueError(f"paths: {source} to {target} is listed {count} times; expected once")
         return self
-
-
-def _spec_in_full(text: str) -> str:
-    try:
-        return str(CodecSpec.parse(text))
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
 
 
 def host_labels(hosts: str | Sequence[MachineConfig], num_stages: int) -> list[str]:

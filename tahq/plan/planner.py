@@ -8,6 +8,7 @@ afford, and replicas put pipelines side by side. Pure: equal problems give equal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, permutations
+from operator import attrgetter
 
 import numpy as np
 
@@ -49,14 +50,9 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The planner's result.
+    """The planner's result: the best plan (with replicas, that of the fastest one, alone) and the others by speed.
 
-    Attributes:
-        table: the cluster as it was seen, for further questions.
-        best: the plan to take; with replicas, that of the fastest one, alone.
-        others: the other simulated plans, the fastest first.
-        replicas: None where one pipeline is best, or all that was asked for.
-        num_simulated: plans that were simulated.
+    `replicas` is None where one pipeline is best, or no more were allowed.
     """
 
     table: ClusterTable
@@ -77,11 +73,7 @@ class Planned:
 
 
 def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
-    """Find the best plan.
-
-    Args:
-        problem: what is known, and what may be chosen.
-        budget_actions: how many actions may be simulated; more take longer and miss less.
+    """Find the best plan; more `budget_actions`, the actions that may be simulated, take longer and miss less.
 
     Raises:
         UserError: no choice of hosts has the memory for the model, or working paths between them; there are
@@ -117,7 +109,7 @@ def _best_in_pieces(simulations: Simulations, ranked: Sequence[PipelinePlan]) ->
 
 
 def _fastest(predictions: Iterable[Prediction]) -> Prediction:
-    return min(predictions, key=lambda prediction: prediction.step_s)
+    return min(predictions, key=attrgetter("step_s"))
 
 
 def _with_quality(simulations: Simulations, fewest: PipelinePlan) -> Prediction:
@@ -169,12 +161,7 @@ def _replicas(table: ClusterTable, first: PipelinePlan) -> Replicas | None:
 
 
 def _combined(table: ClusterTable, plans: Sequence[PipelinePlan]) -> Replicas | None:
-    """These pipelines together; None: there are fewer micro-batches than pipelines.
-
-    Args:
-        table: the cluster.
-        plans: one per replica, of disjoint hosts and one micro-batch size, each as planned for the whole batch.
-    """
+    """Pipelines on disjoint hosts, each planned for the whole batch, together; None: too few micro-batches."""
     count = plans[0].num_micro_batches
     if count < len(plans):
         return None
@@ -211,12 +198,7 @@ def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
 def _facing(one: PipelinePlan, other: PipelinePlan) -> list[tuple[int, int]]:
     """Hosts of two replicas that hold the same layers, or some of them."""
     held, peers = ([*zip(plan.hosts, pairwise((0, *accumulate(plan.layers))), strict=True)] for plan in (one, other))
-    return [
-        (host, peer)
-        for host, (first, end) in held
-        for peer, (peer_first, peer_end) in peers
-        if first < peer_end and peer_first < end
-    ]
+    return [(host, peer) for host, (a, b) in held for peer, (c, d) in peers if a < d and c < b]
 
 
 def _gradient_nbytes(table: ClusterTable, plan: PipelinePlan) -> float:

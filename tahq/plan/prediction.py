@@ -57,18 +57,13 @@ class Prediction:
 def step_time_s(table: ClusterTable, plan: PipelinePlan, speed: Speed = Speed()) -> float:
     """Seconds of a step: frames share a downlink whole and queues have no end, which is faster to simulate.
 
-    Raises:
-        ScheduleError: depths with which the schedule deadlocks.
+    ScheduleError: with these depths the schedule deadlocks.
     """
     return _simulated(table, plan, None, MAX_ACTIONS_SEARCHED, speed)[0]
 
 
 def predict(table: ClusterTable, plan: PipelinePlan, speed: Speed = Speed()) -> Prediction:
-    """The whole prediction, frames in pieces, as they are sent.
-
-    Raises:
-        ScheduleError: depths with which the schedule deadlocks.
-    """
+    """The whole prediction, frames in pieces, as they are sent; ScheduleError as in `step_time_s`."""
     step_s, timeline, schedule = _simulated(table, plan, table.problem.piece_nbytes, MAX_ACTIONS, speed)
     in_flight = _in_flight(schedule)
     tokens_per_s = table.problem.tokens_per_step() / step_s
@@ -86,7 +81,7 @@ def fits_memory(table: ClusterTable, plan: PipelinePlan) -> bool:
 
 
 def _in_flight(schedule: Schedule) -> tuple[int, ...]:
-    return tuple(schedule.max_in_flight(stage) for stage in range(schedule.num_stages))
+    return tuple(map(schedule.max_in_flight, range(schedule.num_stages)))
 
 
 def _memory_nbytes(table: ClusterTable, plan: PipelinePlan, in_flight: Sequence[int]) -> Array:

@@ -63,11 +63,8 @@ class PlanProblem:
     """Everything that a plan is made from.
 
     Attributes:
-        model: what is divided.
-        cluster: the hosts to choose from.
-        activations: codecs that may be chosen forward, the most faithful first.
-        gradients: the same backward.
-        schedules: names, see `tahq.pipeline.schedule.schedule.generate`.
+        activations, gradients: codecs that may be chosen forward and backward, the most faithful first.
+        schedules: names, see `tahq.pipeline.schedule.generators`.
         num_stages: the number of stages; None: the best one.
         max_replicas: most pipelines side by side, on separate hosts.
         chunks_per_stage: of an interleaved schedule.
@@ -125,11 +122,8 @@ class PipelinePlan:
         hosts: index of each stage's host in the cluster's list, in order.
         layers: blocks of each stage.
         micro_batch: samples that travel together.
-        num_micro_batches: per step.
-        schedule: its name.
         depths: most micro-batches in flight, by stage; empty: the schedule's own.
-        activations: codec of each cut, forward.
-        gradients: codec of each cut, backward.
+        activations, gradients: codec of each cut, forward and backward.
         chunks_per_stage: more than one only under an interleaved schedule.
         first: which of the frames that wait for an uplink goes first.
     """

@@ -20,8 +20,7 @@ from tahq.comm.control.messages import (
 )
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.service import Coordinator
-from tahq.plan.measure.jobs import MeasureRequest
-from tahq.plan.measure.measured import Imitated, Measured
+from tahq.plan.measure.measurement import Imitated, Measured, MeasureRequest
 
 CODEC = "raw:dtype=fp32"
 REQUEST = MeasureRequest(micro_batches=(1, 2), codecs=(CODEC,))

@@ -21,8 +21,7 @@ from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver, StageStatu
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
-from tahq.plan.measure.jobs import MeasureRequest
-from tahq.plan.measure.measured import Imitated, Measured
+from tahq.plan.measure.measurement import Imitated, Measured, MeasureRequest
 from tahq.plan.measure.meter_wire import LONGEST_S
 from tahq.quant import CodecSpec
 from tahq.units import format_rate, format_size

@@ -77,9 +77,7 @@ class Meter:
     def rates(self, peers: Sequence[Peer], requests: Sequence[MeterRequest]) -> list[float]:
         """Bits per second of streams to (TAKE) or from (GIVE) several peers at the same time, in their order.
 
-        Args:
-            peers: a peer that is listed twice gets two connections.
-            requests: what each is asked for.
+        A peer that is listed twice gets two connections.
         """
         together = threading.Barrier(len(peers), timeout=3 * STALL_S)
 
@@ -144,7 +142,7 @@ class MeterServer:
     """The far end: listens where the worker's data would, for others of the same run, and answers in threads.
 
     Args:
-        run: number of the run; others are turned away.
+        run: number of the run; workers of others are rejected.
         stage: this worker's.
         bind: host:port to listen on; port 0: any free one.
         advertise: the address that others dial, if another; `none`: this host cannot be dialled.

@@ -163,11 +163,7 @@ def tune(connection: socket.socket) -> None:
 def receive_stream(connection: socket.socket, request: MeterRequest) -> float:
     """Receive a stream until its rate has settled, report to the sender, and discard the rest of it.
 
-    Returns:
-        Bits per second.
-
-    Raises:
-        OSError: the stream stood still (TimeoutError), or ended before its time (ConnectionError).
+    Returns bits per second. OSError: the stream stood still (TimeoutError), or ended too early (ConnectionError).
     """
     settling = Settling(request.window_s, request.least_s, request.most_s)
     scratch = bytearray(_SCRATCH_NBYTES)
@@ -186,12 +182,8 @@ def receive_stream(connection: socket.socket, request: MeterRequest) -> float:
 def send_stream(connection: socket.socket, most_s: float, peer: str) -> float:
     """Send until the receiver reports, and wait until it has received everything.
 
-    Returns:
-        Bits per second, as the receiver saw them.
-
-    Raises:
-        OSError: the receiver takes nothing, or has gone.
-        RemoteProtocolError: its report is malformed.
+    Returns bits per second, as the receiver saw them. OSError: the receiver takes nothing, or has gone.
+    RemoteProtocolError: its report is malformed.
     """
     block, deadline_s = _random_block(), time.monotonic() + most_s + 2 * STALL_S
     while True:

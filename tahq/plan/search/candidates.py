@@ -146,14 +146,7 @@ def stage_counts(most: int, wanted: int | None) -> tuple[int, ...]:
 
 
 class OrderSearch:
-    """Searches good orders of many hosts.
-
-    Args:
-        table: the cluster.
-        hosts: the free ones.
-        micro_batch: for the seconds of hops and hosts.
-        wires: the codecs of the two directions, for the same.
-    """
+    """Searches good orders of many hosts; micro-batch size and codecs (`wires`) give the seconds of hops and hosts."""
 
     def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int, wires: tuple[str, str]) -> None:
         self._hosts, self._model, index = hosts, table.problem.model, np.array(hosts)
@@ -184,11 +177,7 @@ class OrderSearch:
 
         Starts are the hosts that would be fastest on their own, and neighbours of good ones, chained by the time of a
         hop between two; the best of them are improved by reversing a part (2-opt), moving a few hosts elsewhere
-        (or-opt) and exchanging a host for one outside, for as long as the score falls.
-
-        Args:
-            sizes: numbers of stages.
-            score: seconds; inf: does not fit.
+        (or-opt) and exchanging a host for one outside, while the score falls: seconds, or inf if an order does not fit.
         """
         scores = {order: score(order) for size in sizes for order in self._starts(size)}
         best = [order for order in sorted(scores, key=scores.__getitem__) if scores[order] < math.inf]

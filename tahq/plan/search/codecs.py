@@ -40,11 +40,7 @@ def with_best_codecs(
 ) -> PipelinePlan:
     """The plan with the most faithful codecs that speed and memory allow; one per direction where a step is long.
 
-    Args:
-        problem: what may be chosen.
-        plan: begins with its own codecs.
-        simulations: of the same cluster.
-        limit_s: how long its step may become; None: `TOLERANCE` longer than it is.
+    It begins with the plan's own codecs. Its step may take `limit_s`; None: `TOLERANCE` longer than it does.
     """
     limit_s = simulations.time_s(plan) * (1 + TOLERANCE) if limit_s is None else limit_s
     links = range(plan.num_stages - 1)

@@ -60,15 +60,7 @@ class Simulations:
 
 
 class Search:
-    """One search for the best pipeline of some hosts.
-
-    Args:
-        table: the cluster.
-        hosts: the hosts that may be used.
-        wires: the codecs of the two directions.
-        simulations: shared by several searches.
-        like: a plan whose number of stages and micro-batch size are kept; None: both are open.
-    """
+    """One search for the best pipeline of some hosts; the arguments are those of `CandidateSearch`."""
 
     def __init__(
         self,

@@ -39,15 +39,7 @@ class StageCompute(NamedTuple):
 
 
 class StageCosts:
-    """The hosts of one order, in order.
-
-    Args:
-        table: the cluster.
-        hosts: index of each stage's host.
-        micro_batch: samples.
-        activations: codec of each cut, forward; one text: of all cuts.
-        gradients: the same backward.
-    """
+    """The hosts of one order, as indices in the table; codecs by cut, or one for all cuts."""
 
     def __init__(
         self,

@@ -1,19 +1,105 @@
-"""From what workers say to a file's numbers."""
+"""The order of a cluster's measurements, and the numbers made of what workers report."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tahq.comm.config import MachineConfig
 from tahq.comm.control.messages import ComputeMeasured, PathsMeasured
+from tahq.comm.topology import Endpoint
 from tahq.errors import RemoteProtocolError
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
-from tahq.plan.measure.jobs import Job
-from tahq.plan.measure.measured import Imitated, Measured, chosen_connections
+from tahq.plan.measure.measurement import (
+    Imitated,
+    Job,
+    Measured,
+    MeasureRequest,
+    chosen_connections,
+    diallers,
+    measuring_rounds,
+    planned_jobs,
+    tournament,
+)
+
+ONE_CODEC = MeasureRequest(micro_batches=(2,), codecs=("raw:dtype=fp32",))
 
 TIMES = {"micro_batch": 2, "block_forward": 0.0101234, "block_backward": 0.02, "block_activation_bytes": 1000}
 PATH = Job("path", 1, (0,))
-NOTHING = Imitated()
+
+
+def ends(*addresses):
+    return [Endpoint(stage, f"host{stage}", address) for stage, address in enumerate(addresses)]
+
+
+@given(st.integers(0, 25))
+def test_each_pair_meets_once_and_no_player_twice_in_a_round(num_players):
+    rounds = tournament(num_players)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(num_players), 2))
+    for pairs in rounds:
+        players = list(itertools.chain(*pairs))
+        assert len(players) == len(set(players))
+    assert len(rounds) <= max(0, num_players - 1 + num_players % 2)
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=9))
+def test_no_machine_is_in_two_pairs_at_a_time(machines):
+    rounds = measuring_rounds(machines, parallel=True)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(len(machines)), 2))
+    for pairs in rounds:
+        busy = list(itertools.chain(*({machines[stage] for stage in pair} for pair in pairs)))
+        assert len(busy) == len(set(busy))
+
+
+def test_one_pair_at_a_time_unless_asked():
+    assert measuring_rounds("abcd", parallel=False) == [[pair] for pairs in tournament(4) for pair in pairs]
+    assert measuring_rounds("abcd", parallel=True) == tournament(4)
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "expected"), [("a:1", "b:1", (1, 0)), ("a:1", "", (1, 0)), ("", "b:1", (0, 1)), ("", "", None)]
+)
+def test_the_higher_stage_dials_unless_the_lower_only_dials_out(lower, upper, expected):
+    assert diallers((0, 1), ends(lower, upper)) == expected
+
+
+def test_paths_come_first_then_each_host_with_all_others():
+    batches, apart = planned_jobs(ends("a:1", "b:1", ""), ["a", "b", "c"], ONE_CODEC)
+    assert apart == []
+    assert batches == [
+        [Job("path", 2, (1,))],
+        [Job("path", 2, (0,))],
+        [Job("path", 1, (0,))],
+        [Job("access", 2, (0, 1))],  # the others have one other that they can dial, and know the path there
+    ]
+
+
+def test_more_connections_are_tried_after_one():
+    request = MeasureRequest((2,), (), connections=(2, 4), access=False)
+    batches, _ = planned_jobs(ends("a:1", "b:1"), ["a", "b"], request)
+    assert batches == [
+        [Job("path", 1, (0,))],
+        [Job("connections", 1, (0, 0))],
+        [Job("connections", 1, (0, 0, 0, 0))],
+    ]
+
+
+def test_pairs_that_only_dial_out_are_known_before():
+    batches, apart = planned_jobs(ends("", "b:1", ""), ["a", "b", "c"], ONE_CODEC)
+    assert apart == [(0, 2)]
+    assert [job.pair for batch in batches for job in batch] == [(1, 2), (0, 1)]
+
+
+@pytest.mark.parametrize("num_hosts", [0, 1])
+def test_alone_there_is_nothing_to_measure(num_hosts):
+    batches, _ = planned_jobs(ends("a:1", "a:2", "a:3"), ["a"] * 3, ONE_CODEC)
+    assert {job.kind for batch in batches for job in batch} == {"path"}  # one machine has no access between its stages
+    assert planned_jobs(ends(*["a:1"] * num_hosts), ["a"] * num_hosts, ONE_CODEC) == ([], [])
+
+
+# -- results -------------------------------------------------------------------------------------
 
 
 def compute(stage, **changes):
@@ -34,6 +120,9 @@ def measured():
     return measured
 
 
+NOTHING = Imitated()
+
+
 def ways(measured, imitated=NOTHING):
     return {(path.source, path.target): path for path in measured.numbers(imitated, "").paths}
 
@@ -42,7 +131,7 @@ def test_figures_get_four_digits_and_are_read_back_by_the_planner(measured):
     measured.take_paths(PATH, paths(), "stage 1")
     measured.take_compute(compute(1, memory_bytes=0, notes=["micro-batches of 4 do not fit"]), "cpu", "stage 1")
     assert measured.notes == ["host1: micro-batches of 4 do not fit"]
-    numbers = measured.numbers(Imitated(), "here")
+    numbers = measured.numbers(NOTHING, "here")
     host, unknown = numbers.hosts
     assert host.compute[0].block_forward == 0.01012
     assert host.compute[0].block_input_gradient is None
@@ -55,22 +144,18 @@ def test_workers_of_one_device_share_its_memory():
     measured = Measured(["host0", "host1", "host2"], ["a", "a", "a"])
     for stage, device in enumerate(["cuda:0", "cuda:0", "cuda:1"]):
         measured.take_compute(compute(stage), device, "")
-    numbers = measured.numbers(Imitated(), "")
+    numbers = measured.numbers(NOTHING, "")
     assert [host.memory for host in numbers.hosts] == [4_000_000_000, 4_000_000_000, 8_000_000_000]
 
 
-def test_the_dialler_sends_out_and_the_peer_in(measured):
-    measured.take_paths(PATH, paths(), "stage 1")
-    assert ways(measured)["host1", "host0"].rate == 50e6
-    assert ways(measured)["host0", "host1"].rate == 20e6
-    assert ways(measured)["host0", "host1"].round_trip == 0.02
-
-
-def test_what_workers_enforce_themselves_is_put_on_top(measured):
-    measured.take_paths(PATH, paths(), "stage 1")
-    imitated = ways(measured, Imitated(30e6, 0.005))
-    assert [imitated[ends].rate for ends in (("host1", "host0"), ("host0", "host1"))] == [30e6, 20e6]
-    assert imitated["host0", "host1"].round_trip == pytest.approx(0.030)
+@pytest.mark.parametrize(
+    ("imitated", "rates", "round_trip"), [(NOTHING, [50e6, 20e6], 0.02), (Imitated(30e6, 0.005), [30e6, 20e6], 0.03)]
+)
+def test_limits_that_workers_enforce_are_put_on_top_of_their_rates(measured, imitated, rates, round_trip):
+    measured.take_paths(PATH, paths(), "stage 1")  # the dialler sends out, its peer in
+    found = ways(measured, imitated)
+    assert [found[ends].rate for ends in (("host1", "host0"), ("host0", "host1"))] == rates
+    assert found["host0", "host1"].round_trip == pytest.approx(round_trip)
 
 
 def test_more_connections_are_written_down_where_they_gain(measured):
@@ -86,36 +171,32 @@ def test_more_connections_are_written_down_where_they_gain(measured):
 @pytest.mark.parametrize(
     ("rates", "chosen"),
     [
-        ({}, 1),
-        ({1: 50}, 1),
-        ({1: 50, 2: 80, 4: 85, 8: 86}, 2),
-        ({1: 50, 2: 54, 4: 56}, 4),
-        ({1: 50, 2: 40, 8: 45}, 1),
-        ({2: 10.0, 4: 30.0}, 4),
+        *(({}, 1), ({1: 50}, 1), ({1: 50, 2: 80, 4: 85, 8: 86}, 2)),
+        *(({1: 50, 2: 54, 4: 56}, 4), ({1: 50, 2: 40, 8: 45}, 1), ({2: 10.0, 4: 30.0}, 4)),
     ],
 )
 def test_the_fewest_connections_that_are_worth_it(rates, chosen):
     assert chosen_connections(rates) == chosen
 
 
-def test_an_uplink_carries_what_all_ways_carry_together_and_each_alone():
+def test_uplink_has_the_rate_of_all_paths_together_and_at_least_of_each():
     measured = Measured(["host0", "host1", "host2"], ["a", "b", "c"])
     for stage in range(3):
         measured.take_compute(compute(stage), "cpu", "")
     access = Job("access", 1, (0, 2))
     measured.take_paths(access, paths(round_trips=[0.02] * 2, outward=[20e6, 25e6], inward=[5e6, 5e6]), "")
     measured.take_paths(PATH, paths(), "")
-    hosts = measured.numbers(Imitated(), "").hosts
+    hosts = measured.numbers(NOTHING, "").hosts
     assert (hosts[1].up, hosts[1].down) == (50e6, 20e6)
     assert hosts[0].up is None
 
 
-def test_a_way_that_failed_says_why_and_the_rest_stands(measured):
+def test_path_that_failed_has_its_reason_and_the_rest_is_kept(measured):
     error = "host0 (192.0.2.1:7001): Connection refused"
     measured.take_paths(PATH, paths(round_trips=[], outward=[], inward=[], error=error), "stage 1")
     assert measured.failures == [f"from host1 to host0: {error}"]
     assert measured.has_failed(0, 1)
-    numbers = measured.numbers(Imitated(), "")
+    numbers = measured.numbers(NOTHING, "")
     assert len(numbers.hosts) == 2
     assert {path.failure for path in numbers.paths} == {error}
     measured.note_apart((0, 1))
@@ -130,12 +211,12 @@ def test_a_direction_that_was_measured_before_the_other_failed_is_kept(measured)
     assert found["host0", "host1"].failure
 
 
-def test_a_host_without_compute_is_left_out_with_its_ways():
+def test_host_without_compute_is_left_out_with_its_paths():
     measured = Measured(["host0", "host1"], ["a", "b"])
     assert not measured.has_hosts
     measured.take_compute(compute(0), "cpu", "")
     measured.take_paths(PATH, paths(), "")
-    numbers = measured.numbers(Imitated(), "")
+    numbers = measured.numbers(NOTHING, "")
     assert ([host.name for host in numbers.hosts], numbers.paths) == (["host0"], [])
 
 

@@ -1,4 +1,7 @@
-"""Gathers the workers' measurements and turns them into `ClusterNumbers`. Pure.
+"""The measurements of a cluster that `tahq measure` asks of the workers, and the `ClusterNumbers` they give. Pure.
+
+A job is one worker's: it dials one peer or several and measures both directions. The jobs of a batch go at the same
+time. As in a run, the higher stage dials the lower one; where the lower one has no address, it dials the higher one.
 
 A missing measurement costs as little as possible: hosts without compute times are left out with their paths,
 everything else is kept.
@@ -8,16 +11,129 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import ValidationError
 
 from tahq.comm.control.messages import ComputeMeasured, PathsMeasured
+from tahq.comm.topology import Endpoint
 from tahq.errors import RemoteProtocolError
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
-from tahq.plan.measure.jobs import Job, Pair
 
 WORTHWHILE_GAIN = 1.1
 """More connections are proposed if their rate is this many times that of fewer."""
+
+Pair = tuple[int, int]
+"""Two stages, the lower one first."""
+
+JobKind = Literal["path", "connections", "access"]
+"""A path, a path over several connections, or a host's uplink and downlink with all others at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureRequest:
+    """The user's request to `tahq measure`: micro-batch sizes and codecs (full specs) to time, and how.
+
+    Attributes:
+        seconds: shortest duration of each stream.
+        parallel: whether pairs of separate machines measure at the same time.
+        access: whether each host's uplink and downlink are measured, with all others at once.
+        connections: numbers of connections to try on each path, besides one.
+    """
+
+    micro_batches: tuple[int, ...]
+    codecs: tuple[str, ...]
+    seconds: float = 1.0
+    parallel: bool = False
+    access: bool = True
+    connections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One worker's measurement; `peers` are stages, and a stage that is listed twice gets two connections."""
+
+    kind: JobKind
+    dialler: int
+    peers: tuple[int, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """The two stages of a job that has one peer."""
+        return min(self.dialler, self.peers[0]), max(self.dialler, self.peers[0])
+
+
+def diallers(pair: Pair, endpoints: Sequence[Endpoint]) -> Pair | None:
+    """The stage that dials and the stage that it dials; None: neither can be dialled."""
+    lower, upper = pair
+    if endpoints[lower].address:
+        return upper, lower
+    return (lower, upper) if endpoints[upper].address else None
+
+
+def planned_jobs(
+    endpoints: Sequence[Endpoint], machines: Sequence[str], request: MeasureRequest
+) -> tuple[list[list[Job]], list[Pair]]:
+    """Batches of jobs of these workers on their machines, and the pairs that cannot be joined."""
+    batches: list[list[Job]] = []
+    apart: list[Pair] = []
+    for pairs in measuring_rounds(machines, parallel=request.parallel):
+        ends = {pair: diallers(pair, endpoints) for pair in pairs}
+        apart += [pair for pair, end in ends.items() if end is None]
+        joined = [end for end in ends.values() if end is not None]
+        for count in (1, *request.connections):
+            kind: JobKind = "path" if count == 1 else "connections"
+            batches.append([Job(kind, dialler, (peer,) * count) for dialler, peer in joined])
+    for stage in range(len(endpoints)) if request.access else ():
+        others = tuple(end.stage for end in endpoints if end.address and machines[end.stage] != machines[stage])
+        if len(others) > 1:  # with only one, its path has measured the same
+            batches.append([Job("access", stage, others)])
+    return [batch for batch in batches if batch], sorted(apart)
+
+
+def measuring_rounds(machines: Sequence[str], *, parallel: bool) -> list[list[Pair]]:
+    """Rounds of pairs that may measure at the same time: no machine, whose stages share its uplink, is in two of them.
+
+    Not `parallel`: one pair at a time in the same order, since pairs of separate machines can still share a bottleneck.
+    """
+    rounds: list[list[Pair]] = []
+    for pairs in tournament(len(machines)):
+        # a round of the tournament in as many parts as its shared machines require
+        parts: list[tuple[list[Pair], set[str]]] = []
+        for pair in pairs:
+            wanted = {machines[stage] for stage in pair}
+            part = next((part for part in parts if not part[1] & wanted), None)
+            if part is None:
+                parts.append(([pair], wanted))
+            else:
+                part[0].append(pair)
+                part[1].update(wanted)
+        rounds += [together for together, _ in parts]
+    return rounds if parallel else [[pair] for pairs in rounds for pair in pairs]
+
+
+def tournament(num_players: int) -> list[list[Pair]]:
+    """Rounds of a round-robin tournament: every two players meet once, and each plays at most once per round.
+
+    The circle method: the first stays, the others move on by one place each round; with an odd number, one place is
+    empty.
+
+    Example:
+        Four players: (0,3) (1,2), then (0,2) (1,3), the last having moved behind the first, then (0,1) (2,3).
+    """
+    places: list[int | None] = list(range(num_players))
+    if num_players % 2:
+        places.append(None)
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        meetings = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append(sorted((min(a, b), max(a, b)) for a, b in meetings if a is not None and b is not None))
+        places = [places[0], places[-1], *places[1:-1]]
+    return [pairs for pairs in rounds if pairs]
+
+
+# -- results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +154,7 @@ class PathFigures:
 
 
 class Measured:
-    """Figures as they come in.
-
-    Args:
-        names: names of the hosts, by stage.
-        computers: the computer of each stage; stages on one computer and device share its memory.
-    """
+    """Figures as they come in; by stage the host's name and its computer, whose devices' memory stages share."""
 
     def __init__(self, names: Sequence[str], computers: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -62,16 +173,7 @@ class Measured:
         return bool(self._computes)
 
     def take_compute(self, figures: ComputeMeasured, device: str, name: str) -> None:
-        """Take a worker's times of its device.
-
-        Args:
-            figures: its message.
-            device: the device's name on its computer; others may use it too.
-            name: the worker's name for messages.
-
-        Raises:
-            RemoteProtocolError: impossible figures.
-        """
+        """Take a worker's times of a device of its computer; RemoteProtocolError if one is impossible."""
         try:
             times = [LayerTimes.model_validate(row) for row in figures.times]
             for encode_s, decode_s in figures.codecs.values():
@@ -85,11 +187,7 @@ class Measured:
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
 
     def take_paths(self, job: Job, figures: PathsMeasured, name: str) -> None:
-        """Take a worker's rates and round trips to others, or its reason why it has none.
-
-        Raises:
-            RemoteProtocolError: figures that were not asked for.
-        """
+        """Take a worker's rates and round trips to others, or its error; RemoteProtocolError if one is impossible."""
         rows = {"round trips": figures.round_trips, "rates out": figures.outward, "rates in": figures.inward}
         for what, row in rows.items():
             is_whole = len(row) == len(job.peers) or (figures.error and not row)
@@ -124,12 +222,7 @@ class Measured:
         return bool(self._paths[one, other].failure or self._paths[other, one].failure)
 
     def numbers(self, imitated: Imitated, source: str) -> ClusterNumbers:
-        """All that is known, rounded to four digits.
-
-        Args:
-            imitated: caps the rates and adds to the round trips.
-            source: origin of the numbers, for the file.
-        """
+        """All that is known, rounded to four digits; `imitated` caps the rates and adds to the round trips."""
         sharing = Counter(self._devices.values())
         hosts = [self._host(stage, sharing[self._devices[stage]], imitated) for stage in sorted(self._computes)]
         known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
@@ -144,7 +237,7 @@ class Measured:
             memory=memory // 1_000_000 * 1_000_000 if memory else None,
             up=_slower(up, imitated.rate_bits_per_s),
             down=_slower(down, imitated.rate_bits_per_s),
-            compute=[_rounded_times(row) for row in times],
+            compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in times],
             codecs={
                 spec: CodecTimes(encode_per_element=_rounded(encode_s), decode_per_element=_rounded(decode_s))
                 for spec, (encode_s, decode_s) in figures.codecs.items()
@@ -177,9 +270,6 @@ def chosen_connections(rates: Mapping[int, float]) -> int:
 
     From the fewest on, the next larger number is taken if its rate is `WORTHWHILE_GAIN` times the chosen one's.
 
-    Args:
-        rates: bits per second by number of connections; empty: 1 is chosen.
-
     Example:
         50, 80, 85, 86 with 1, 2, 4, 8: two, since four gain 6 % and eight 8 %.
     """
@@ -200,9 +290,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _rounded_times(times: LayerTimes) -> LayerTimes:
-    values = {key: _rounded(value) for key, value in times.model_dump().items() if isinstance(value, float)}
-    return times.model_copy(update=values)
+def _rounded_floats(values: Mapping[str, object]) -> dict[str, float]:
+    return {key: _rounded(value) for key, value in values.items() if isinstance(value, float)}
 
 
 def _first_line(error: Exception) -> str:
