@@ -21,6 +21,13 @@ def cluster(*hosts, **numbers) -> ClusterNumbers:
     return ClusterNumbers(hosts=list(hosts), **numbers)
 
 
+def ask(
+    hosts, num_layers=6, global_batch=8, *, held=0.0, block=0.0, paths=(), round_trip=0.0, **choices
+) -> PlanProblem:
+    numbers = cluster(*hosts, paths=list(paths), round_trip=round_trip)
+    return PlanProblem(model(num_layers, global_batch, held=held, block=block), numbers, **choices)
+
+
 def random_problem(seed, num_hosts=3, num_layers=5, global_batch=4, schedules=("1f1b", "gpipe")) -> PlanProblem:
     """Compute 1 : 2 : 4, links from slow to fast, some paths slower or farther still, sometimes little memory."""
     draw = random.Random(seed)
