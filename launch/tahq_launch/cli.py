@@ -229,10 +229,7 @@ def export(
         raise typer.BadParameter(str(error), param_hint="--shard-size") from None
     from tahq_launch.export import export_run
 
-    done = export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
-    print(f"{out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
-    if done.note:
-        print(f"note: {done.note}")
+    export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
     return 0
 
 

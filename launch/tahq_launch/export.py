@@ -8,7 +8,6 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,24 +30,8 @@ _TOKENIZER = "tokenizer"
 _MAX_TOKENIZER_NBYTES = 2**28
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The exported checkpoint: the step that it was written after, its size, and a note for the user."""
-
-    step: int
-    num_parameters: int
-    note: str | None
-
-
 def keep_source(run: RunFolder, config: ClusterConfig) -> list[str]:
-    """Copy what `export_run` needs of the model's folder and the tokenizer into the run's folder.
-
-    Returns:
-        Notes for the user.
-
-    Raises:
-        UserError: the run's folder cannot be written.
-    """
+    """Copy what `export_run` needs of the model's folder and the tokenizer into the run's folder; returns notes."""
     spec, tokenizer = _load(config.model, config.data)
     notes = [note for note in (untying_note(config.model, spec),) if note]
     partial = run.path / ".source.partial"
@@ -73,18 +56,14 @@ def keep_source(run: RunFolder, config: ClusterConfig) -> list[str]:
     return notes
 
 
-def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbytes: int) -> Exported:
-    """Write a run's model where `AutoModelForCausalLM.from_pretrained` loads it.
+def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbytes: int) -> None:
+    """Write a run's model where `AutoModelForCausalLM.from_pretrained` loads it, and print its step and size.
 
     Args:
         run: the run's folder, such as runs/demo.
         out: the folder to make; must be new or empty.
         step: of the checkpoint; None: the newest.
         max_shard_nbytes: bytes of tensors per file.
-
-    Raises:
-        UserError: there is no such run or checkpoint, a file of it is damaged or on another machine, or `out` is not
-            empty.
     """
     folder, manifest = _checkpoint(RunFolder(run), step)
     config = config_from_json(json.dumps(manifest.config))
@@ -102,7 +81,9 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
 
     with contextlib.closing(SnapshotReader(folder, manifest.sha256)) as reader:
         export_folder(spec, counted(reader), out, tokenizer, max_shard_nbytes)
-    return Exported(manifest.step, num_parameters, untying_note(config.model, spec))
+    print(f"{out}: the model of {run} after step {manifest.step}, {num_parameters:,} parameters")
+    if note := untying_note(config.model, spec):
+        print(f"note: {note}")
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:

@@ -71,15 +71,7 @@ class NamespaceHosts:
 
 @contextlib.contextmanager
 def open_hosts(prepared: PreparedRun, announce: Callable[[str], None]) -> Iterator[NamespaceHosts]:
-    """Build the network of a run, measure it, and remove it afterwards.
-
-    Args:
-        prepared: the run; resolved.
-        announce: prints what was built and measured.
-
-    Raises:
-        NetworkError: it cannot be built here, or does not behave as configured.
-    """
+    """Build the network of a run, measure it, and remove it afterwards; NetworkError if it is not as configured."""
     config = prepared.config
     backend = config.links.backend
     with build_network(network_of(config), backend=backend, option="links.backend", advice=_ADVICE) as network:

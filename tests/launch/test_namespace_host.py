@@ -11,7 +11,6 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
 from tahq_launch import namespace_host
 from tahq_launch.namespace_host import COORDINATOR, links_of, network_of
-from tahq_launch.plan.dry_run import WIDTH, dry_run
 from tahq_launch.plan.step_traffic import link_speeds
 from tahq_netem.network.description import plan_network
 
@@ -68,17 +67,3 @@ def test_speeds_count_a_workers_own_bytes_up_to_its_caps_and_the_rates_of_pairs(
     assert pairs.is_shaped
     assert (pairs.rate(1, 0), pairs.rate(1, 2)) == (pytest.approx(1e6 * GOODPUT), math.inf)
     assert pairs.longest_delay_s == 0.0  # host0 and host3 are no neighbours
-
-
-def test_dry_run_shows_hosts_exceptions_and_the_slowest_uplink():
-    links = "hosts: {host1: {up: 5mbit, site: home, loss: 0.01}}, pairs: [{between: [home, host3], delay: 1s}]"
-    text = dry_run(load(f"links={{rate: 100mbit, delay: 20ms, {links}}}"))
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert "Network of 4 hosts" in text
-    assert "host1      1    5 Mbit/s  100 Mbit/s  20 ms   1 %  home" in text
-    assert "home and host3  1000 ms" in text
-    slow, fast = (dry_run(load(f"links={{rate: {rate}mbit}}")) for rate in (5, 100))
-    assert "s alone" in slow
-    assert slow != fast
-    unshaped = dry_run(load())
-    assert [words in unshaped for words in ("not shaped", "s alone", "infinitely fast")] == [True, False, False]

@@ -15,7 +15,7 @@ from tahq.errors import ConfigError, UserError
 from tahq.pipeline.probe.cut_model import ProbedWire
 from tahq.pipeline.probe.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult
 from tahq_launch.analysis import probe as probe_command
-from tahq_launch.analysis.probe import ProbeFacts, Progress, error_rows, gradients_of, notes, sentence
+from tahq_launch.analysis.probe import Progress, gradients_of, sentence
 from tahq_launch.analysis.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire
 
 from .conftest import TWO_STAGES, assert_one_line
@@ -72,6 +72,9 @@ def test_zero_and_infinite_errors_are_in_report_and_json(probe, tmp_path, change
     assert (measured["step_errors"], measured["expectation_errors"]) == (2 * errors, errors)
     assert (measured["delta"], measured["below_step_limit"]) == (delta, delta is not None)
     assert errors[0] in measured["groups"].values()
+    assert ("spend more bits" in stdout) == (delta is None)
+    assert "These weights are random" in stdout
+    assert "A mean over M = 2 batches still contains 1/2 of" in stdout
 
 
 @pytest.mark.parametrize(
@@ -188,22 +191,6 @@ def test_run_of_low_rank_weights_is_probed_from_its_export_only(tmp_path):
 WIRE = ProbedWire("tah:group=32", "fixed:bits=6,group=64,round=nearest")
 
 
-def facts(**changes) -> ProbeFacts:
-    known = {
-        "title": "demo",
-        "num_parameters": 1234,
-        "num_cuts": 3,
-        "weights": "random",
-        "trained": False,
-        "boundary": (2, 8, 64),
-        "global_batch": 16,
-        "first_step": 5,
-        "num_batches": 2,
-        "losses": (5.5, 5.25),
-    }
-    return ProbeFacts(**{**known, **changes})
-
-
 def result(*errors: float, mean: float | None = None) -> WireResult:
     batches = tuple({"stage 0": ErrorSums(1.0, error, 0.0)} for error in errors)
     total = None if mean is None else {"stage 0": ErrorSums(4.0, 4.0 * mean, 0.0)}
@@ -225,15 +212,3 @@ def result(*errors: float, mean: float | None = None) -> WireResult:
 def test_sentence_says_whether_the_assumption_holds(measured, expected):
     assert sentence(measured).startswith("tah:group=32 / fixed:bits=6: Assumption 4.4 ")
     assert expected in sentence(measured)
-
-
-def test_row_has_bits_and_errors():
-    """688 and 816 bytes for 1,024 elements; for M → ∞ (4 · 0.1 − 0.1 − 0.2) / 2 over (4 − 2) / 2; cosine 1/√1.2."""
-    (row,) = error_rows(facts(), [result(0.1, 0.2, mean=0.1)])
-    assert row == ["1", "tah:group=32", "5.38", "fixed:bits=6", "6.38", "0.15", "0.2", "0.1", "0.05", "0.9129"]
-
-
-def test_notes_fit_the_measurements():
-    assert notes(facts(trained=True, num_batches=1), [result(0.1)]) == []
-    lines = notes(facts(), [result(0.1), result(0.1, 0.5, mean=0.2)])
-    assert [part in line for part, line in zip(("random", "more bits", "1/2 of"), lines, strict=True)] == [True] * 3

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _TITLES = ("codec", "bytes", "bits", "error", "bound", "max error", "cosine", "bias", "worst token")
-_SPEEDS = ("enc M/s", "dec M/s")
-_ACCEPTED = "codecs take fp32, bf16 and fp16 tensors [..., C]"
 _COLUMNS = 3
 _PANEL_INCHES = (5.0, 4.0)
 _MARKERS = "os^vD*PX<>"
@@ -50,16 +48,15 @@ class ComparisonRequest:
 
 
 def run_comparison(request: ComparisonRequest) -> None:
-    """Measure, and print a tensor's reports as soon as they exist; on stderr, the tensors that were left out.
-
-    Raises:
-        UserError: a file, name, spec, backend, device or tensor that cannot be used, or a plot without matplotlib.
-    """
+    """Measure, and print a tensor's reports as soon as they exist; on stderr, the tensors that were left out."""
     if request.plot is not None and find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install 'tahq[plots]', or leave --plot out")
     check_backend(request.backend)
     specs = [str(CodecSpec.parse(spec)) for spec in request.specs or USUAL_SPECS]
-    device = _device(request.device)
+    try:
+        device = torch.empty(1, device=torch.device(request.device)).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {request.device} cannot be used: {str(error).splitlines()[0]}") from error
     tensors, left_out = load_tensors(request.file, request.names)
     for name, reason in left_out.items():
         print(f"{request.file}: {name} is left out: {reason}", file=sys.stderr, flush=True)
@@ -70,14 +67,6 @@ def run_comparison(request: ComparisonRequest) -> None:
         (_print_json if request.json_lines else _print_table)(name, x.to(device), reports[name])
     if request.plot is not None:
         draw_frontier(request.plot, tensors, reports)
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.empty(1, device=torch.device(text)).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {text} cannot be used: {reason}") from error
 
 
 def _print_json(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> None:
@@ -106,7 +95,7 @@ def _print_table(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> 
         ]
         for report in reports
     ]
-    print_table((*_TITLES, *_SPEEDS), rows, left=(0,))
+    print_table((*_TITLES, "enc M/s", "dec M/s"), rows, left=(0,))
     print(flush=True)
 
 
@@ -150,16 +139,12 @@ def load_tensors(file: Path, names: Sequence[str] = ()) -> tuple[dict[str, torch
 def _obstacle(x: torch.Tensor) -> str:
     """The reason that codecs cannot be compared on a tensor; empty: they can."""
     if x.dtype not in ENCODABLE or not x.dim():
-        return f"{_ACCEPTED}; it is {x.dtype} {list(x.shape)}"
+        return f"codecs take fp32, bf16 and fp16 tensors [..., C]; it is {x.dtype} {list(x.shape)}"
     try:
         check_comparable(x)
     except CodecError as error:
         return str(error)
     return ""
-
-
-def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    return dict(sorted(load_file(file).items()))
 
 
 def _read_npy(file: Path) -> dict[str, torch.Tensor]:
@@ -176,7 +161,7 @@ def _read_npy(file: Path) -> dict[str, torch.Tensor]:
 
 
 _READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
-    ".safetensors": _read_safetensors,
+    ".safetensors": lambda file: dict(sorted(load_file(file).items())),
     ".npy": _read_npy,
 }
 
@@ -185,9 +170,6 @@ def draw_frontier(out: Path, tensors: Mapping[str, torch.Tensor], reports: Mappi
     """Write the plot: relative error, logarithmic, against bits per element, codecs by colour.
 
     Codecs without error, or whose error is infinite, have no place on a logarithmic axis and are left out.
-
-    Raises:
-        UserError: the file cannot be written, or the format that its suffix names is unknown.
     """
     from matplotlib.figure import Figure
 

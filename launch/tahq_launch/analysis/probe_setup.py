@@ -98,11 +98,7 @@ class _Start:
 
 
 def open_setup(request: ProbeRequest) -> ProbeSetup:
-    """Read the configuration, the data and the weights, and build the model.
-
-    Raises:
-        UserError: a file is missing or invalid, or the run has no wire to probe.
-    """
+    """Read the configuration, the data and the weights, and build the model."""
     if request.resume and request.weights is not None:
         raise UserError("--weights and --resume both say where the weights come from; give one of them")
     start = _start(request)
@@ -143,11 +139,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
 
 
 def parse_wire(text: str) -> ProbedWire:
-    """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``, with all parameters.
-
-    Raises:
-        ConfigError: not two codecs, or an unknown one.
-    """
+    """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``, with all parameters."""
     specs = _SEPARATOR.split(text.strip())
     if len(specs) != 2:
         raise ConfigError(f"--wire {brief(repr(text))}: expected 'FORWARD / BACKWARD', as in 'tah / fixed:bits=8'")

@@ -25,9 +25,6 @@ def print_trace(run: Path, step: int | None, output: Path | None) -> None:
     """Print how a step's time is spent, and what limits it; write the traced steps if `output` is given.
 
     Without `step` (from 1) the table has the medians of the last few, and the file all traced steps.
-
-    Raises:
-        UserError: no such run or step, or no trace of it.
     """
     folder = RunFolder(run)
     chosen = _chosen(read_steps(folder.metrics), step, folder)

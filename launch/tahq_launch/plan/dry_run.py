@@ -38,17 +38,7 @@ _MAX_PICTURES = 3
 
 
 def dry_run(config: ClusterConfig) -> str:
-    """Describe a run without starting it.
-
-    Args:
-        config: resolved; if it is not, layers are divided by counted cost.
-
-    Returns:
-        Lines joined by newlines.
-
-    Raises:
-        UserError: the configuration does not fit the model or the tokenizer, or `wire.replay` cannot be used.
-    """
+    """Describe a run without starting it; unless the configuration is resolved, layers are divided by counted cost."""
     codec_options(config, {})  # as at the start of a run: checks `wire.replay`
     return _DryRun(config).text()
 

@@ -35,12 +35,8 @@ _MOST_CONNECTIONS = 32
 def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) -> int:
     """Measure, write the figures, and print them; () in the request leaves it to the configuration.
 
-    Returns:
-        0; 3 if a worker was lost or a host could not reach another; 130 or 143 after a signal. The figures found so far
-        are then written nevertheless, beside an older file rather than over it.
-
-    Raises:
-        UserError: it could not begin, or the file cannot be written.
+    Returns 0; 3 if a worker was lost or a host could not reach another; 130 or 143 after a signal. The figures found so
+    far are then written nevertheless, beside an older file rather than over it.
     """
     check_writable(output)
     if not 0 < request.seconds <= LONGEST_S / 2:
@@ -151,11 +147,7 @@ class MeasureLines(RunObserver):
 
 
 def write_numbers(numbers: ClusterNumbers, output: Path, *, is_complete: bool) -> Path:
-    """Write the file, whole or not at all; incomplete figures do not replace an existing file.
-
-    Returns:
-        The path written: `output`, or ``measured.partial.yaml`` beside it.
-    """
+    """Write the file, whole or not at all; incomplete figures go beside an existing one (``measured.partial.yaml``)."""
     path = output if is_complete or not output.exists() else output.with_name(f"{output.stem}.partial{output.suffix}")
     temporary = path.with_name(f"{path.name}.tmp")
     header = "# Written by `tahq measure`; docs/measuring.md says how each figure was taken.\n"

@@ -15,11 +15,7 @@ from tahq.worker.assembly import resolved_spec
 
 
 def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptions:
-    """The codec options of a resolved configuration; `saved` are the links' codecs in the checkpoint, if any.
-
-    Raises:
-        ConfigError: a ladder that does not fit the model, or a record with other specs than the ladders'.
-    """
+    """The codec options of a resolved configuration; `saved` are the links' codecs in the checkpoint, if any."""
     start = {cast(Traffic, direction): spec for direction, spec in config.wire.specs().items()}
     follow = config.wire.follow
     if follow is None:
@@ -66,10 +62,7 @@ def _replay(path: Path, ladders: Mapping[Traffic, Ladder], num_links: int) -> Re
 
 
 def recorded_codecs(path: Path) -> Recorded:
-    """The codecs by step, counted from 1, and by link and direction; an incomplete last line is ignored.
-
-    ConfigError if the file does not record the codecs of a run.
-    """
+    """The codecs by step, counted from 1, and by link and direction; an incomplete last line is ignored."""
     try:
         recorded = dict(read_lines(path, _step, "the codecs of a step"))
     except UserError as error:

@@ -19,13 +19,10 @@ _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 
 
 def check_local(config: ClusterConfig) -> None:
-    """Look for the data, the devices and the congestion control that the stages on this machine need.
-
-    Raises:
-        DataError: there are no such files.
-        ConfigError: a device or a congestion control that this machine does not have.
-    """
-    here = [stage for stage in range(config.pipeline.stages) if _is_here(config, stage)]
+    """Find the data, devices and congestion control that the stages on this machine need; UserError names the lack."""
+    here = list(range(config.pipeline.stages))
+    if isinstance(config.hosts, list):
+        here = [n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)]
     if {0, config.pipeline.stages - 1} & set(here):
         for key, suffix in _SUFFIXES.items():
             named = getattr(config.data, key)
@@ -35,13 +32,6 @@ def check_local(config: ClusterConfig) -> None:
         _check_device(config, stage)
     if config.hosts == "namespaces" and config.links.congestion_control is not None:
         _check_congestion_control(config.links.congestion_control)
-
-
-def _is_here(config: ClusterConfig, stage: int) -> bool:
-    if isinstance(config.hosts, str):
-        return True
-    host = config.hosts[stage]
-    return host.ssh is None and host.address.startswith(LOOPBACK)
 
 
 def _check_device(config: ClusterConfig, stage: int) -> None:
@@ -67,11 +57,7 @@ def _check_congestion_control(name: str) -> None:
 
 
 def check_reachable(config: ClusterConfig) -> None:
-    """Refuse hosts that could never dial the coordinator.
-
-    Raises:
-        ConfigError: a host is another machine, and the coordinator listens where only this one reaches it.
-    """
+    """Refuse another machine as a host if the coordinator listens where only this machine reaches it."""
     hosts = [] if isinstance(config.hosts, str) else config.hosts
     remote = [host.address for host in hosts if not host.address.startswith(LOOPBACK)]
     if remote and config.run.bind.startswith(LOOPBACK) and config.run.advertise is None:

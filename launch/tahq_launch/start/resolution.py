@@ -39,23 +39,16 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
 
     Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
     by counted or by measured cost, and the figures of `links.profile` and `links.measured`. Resolving twice
-    changes nothing.
-
-    Raises:
-        ConfigError: an unknown profile, or one that contradicts the rest; a cap that is a share of an unknown rate.
-        DataError: a tokenizer that cannot be loaded.
-        ModelError: a model that cannot be built, divided into the stages, or that takes only shorter samples.
+    changes nothing. UserError if profile, caps, tokenizer or model do not fit the rest.
     """
     config = resolve(with_measured(with_profile(config)))
     _check_caps(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
-    model = config.model
-    if model.path is None:
-        model = model.model_copy(update={"vocab_size": spec.vocab_size})
     ranges = divide(_costs(config, spec), config.pipeline.num_chunks, config.pipeline.layers)
-    layers = [blocks.stop - blocks.start for blocks in ranges]
-    pipeline = config.pipeline.model_copy(update={"layers": layers})
+    vocabulary = {"vocab_size": spec.vocab_size} if config.model.path is None else {}
+    model = config.model.model_copy(update=vocabulary)
+    pipeline = config.pipeline.model_copy(update={"layers": list(map(len, ranges))})
     return config.model_copy(update={"model": model, "pipeline": pipeline})
 
 
@@ -72,11 +65,7 @@ def _check_caps(config: ClusterConfig) -> None:
 
 
 def with_profile(config: ClusterConfig) -> ClusterConfig:
-    """Replace `links.profile` by its hosts, changed as `links.hosts` and `links.pairs` say.
-
-    Raises:
-        ConfigError: there is no such profile, or it contradicts the rest.
-    """
+    """Replace `links.profile` by its hosts, changed as `links.hosts` and `links.pairs` say."""
     links = config.links
     if config.hosts != "namespaces" or links.profile is None:
         return config
@@ -104,11 +93,7 @@ def with_profile(config: ClusterConfig) -> ClusterConfig:
 
 
 def with_measured(config: ClusterConfig) -> ClusterConfig:
-    """Replace `links.measured` by the figures in that file; without that key, return the configuration unchanged.
-
-    Raises:
-        ConfigError: the file cannot be read or has other hosts, or `hosts` is not a list.
-    """
+    """Replace `links.measured` by the figures in that file, if that key is given."""
     if config.links.measured is None:
         return config
     if isinstance(config.hosts, str):

@@ -45,11 +45,7 @@ class RunFolder:
         return self.logs / f"stage-{stage}.log"
 
     def check_startable(self, *, resume: bool) -> None:
-        """Refuse a start that would overwrite a run, or a resumption of nothing.
-
-        Raises:
-            UserError: it would; the message says what to do instead.
-        """
+        """Refuse a start that would overwrite a run, or a resumption of nothing; UserError says what to do instead."""
         has_checkpoint = (self.snapshots / LATEST).exists() or any(self.snapshots.glob(f"*/{MANIFEST}"))
         if resume and not has_checkpoint:
             if not self.journal.exists():
@@ -72,15 +68,16 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Lock the folder, and create it if needed; the kernel releases the lock if this process dies.
+        """Lock the folder, and create it if needed; yields the number of this start of the run, from 1.
 
-        Yields:
-            The number of this start of the run, from 1.
-
-        Raises:
-            UserError: another process is writing it, or it cannot be created.
+        UserError if another process is writing it, or it cannot be created.
         """
-        with self._lock_file() as lock:
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a+", encoding="ascii")
+        except OSError as error:
+            raise UserError(f"cannot write the run folder {self.path}: {error.strerror}; see run.dir") from error
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -90,16 +87,8 @@ class RunFolder:
                 ) from None
             number = _recorded(lock)[0] + 1
             lock.truncate(0)
-            lock.write(f"{number} {os.getpid()}")
-            lock.flush()
+            print(number, os.getpid(), end="", file=lock, flush=True)
             yield number
-
-    def _lock_file(self) -> TextIO:
-        try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-            return (self.path / ".lock").open("a+", encoding="ascii")
-        except OSError as error:
-            raise UserError(f"cannot write the run folder {self.path}: {error.strerror}; see run.dir") from error
 
 
 def _recorded(lock: TextIO) -> tuple[int, str]:

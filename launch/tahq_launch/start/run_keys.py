@@ -60,8 +60,7 @@ class RunKeys:
 def make_run_keys(config: ClusterConfig, *, starts_workers: bool) -> RunKeys | None:
     """The keys of a run, whose workers are started from here where that is possible; None without CURVE.
 
-    Raises:
-        UserError: a key file cannot be read, or cannot be created although a worker started by hand needs it.
+    UserError if a key file cannot be read, or cannot be created although a worker started by hand needs it.
     """
     security, hosts = config.security, config.hosts
     if not security.curve:
@@ -71,10 +70,9 @@ def make_run_keys(config: ClusterConfig, *, starts_workers: bool) -> RunKeys | N
         for stage in range(config.pipeline.stages)
         if starts_workers and (isinstance(hosts, str) or hosts[stage].ssh is not None)
     ]
-    if security.key is not None:
-        coordinator = read_key_file(Path(security.key).expanduser())
-    else:
-        coordinator = _account_key(must_be_known=len(started) < config.pipeline.stages)
+    must_be_known = len(started) < config.pipeline.stages
+    key_file = None if security.key is None else Path(security.key).expanduser()
+    coordinator = _account_key(must_be_known=must_be_known) if key_file is None else read_key_file(key_file)
     stages = {stage: new_key_pair() for stage in started}
     named = {host.public_key for host in hosts if host.public_key is not None} if isinstance(hosts, list) else set()
     members = {keys.public for keys in stages.values()} | named | {coordinator.public}
@@ -105,11 +103,7 @@ def keys_from_stdin() -> Credentials:
 
 
 def keys_by_hand(key_file: Path | None, coordinator_key: str | None) -> Credentials:
-    """The keys of a worker that a person starts: by default this account's, and the same for the coordinator.
-
-    Raises:
-        UserError: the file cannot be read or created, or the coordinator's key is malformed.
-    """
+    """The keys of a worker that a person starts: by default this account's, and the same for the coordinator."""
     own = read_key_file(key_file) if key_file is not None else read_or_make_key_file(default_key_path())
     try:
         return Credentials(own, own.public if coordinator_key is None else parse_public_key(coordinator_key))

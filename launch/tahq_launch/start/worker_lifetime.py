@@ -44,11 +44,7 @@ class RestartTimes:
         self._counts: dict[int, int] = {}
 
     def delay_s(self, stage: int) -> float:
-        """Count one more restart of a stage's worker; returns the seconds to wait before it.
-
-        Raises:
-            PeerLostError: the stage has no restarts left.
-        """
+        """Count one more restart of a stage's worker: the seconds to wait before it; PeerLostError if none is left."""
         count = self._counts.get(stage, 0)
         if count >= self._max_restarts:
             raise PeerLostError(
@@ -92,7 +88,9 @@ def _one_child(serve: Serve, worker_id: str, is_first: bool, forwarded: set[int]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     pid = os.fork()
     if pid == 0:
-        _die_with(parent)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent dies
+        if os.getppid() != parent:  # it is dead already
+            os.kill(os.getpid(), signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = serve(worker_id, is_first)
         sys.stdout.flush()
@@ -110,13 +108,6 @@ def _one_child(serve: Serve, worker_id: str, is_first: bool, forwarded: set[int]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; it may be dead already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_launcher() -> None:

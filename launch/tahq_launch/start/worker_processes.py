@@ -82,11 +82,7 @@ class ForkServer:
             self._line.send(list(modules))
 
     def start(self, command: WorkerCommand, log_path: Path) -> int:
-        """Fork a worker once the requested modules are imported; returns its process id.
-
-        Raises:
-            PeerLostError: the server has died, and with it all that was forked from it.
-        """
+        """Fork a worker once the requested modules are imported: its process id; PeerLostError if the server died."""
         with contextlib.suppress(ConnectionError):  # the server may have sent something before it died
             self._line.send((command, log_path))
         while not self._is_lost:
@@ -318,12 +314,7 @@ class Fleet:
         self.close(LEAVE_S if kind is None else 0.0)
 
     def start(self, command: WorkerCommand, log_path: Path) -> None:
-        """Start one worker.
-
-        Raises:
-            UserError: the program cannot be started (ssh is not installed, say).
-            PeerLostError: the fork server has died.
-        """
+        """Start one worker; UserError if its program (ssh, say) cannot be started."""
         self._commands[command.stage] = (command, log_path)
         try:
             if self._forks is not None and command.forked_threads is not None:
