@@ -1,4 +1,4 @@
-"""The table of seats and the run's phases: transitions, deadlines, and points to go on from."""
+"""The table of seats and the run's phases: transitions, deadlines, points to go on from, copies of checkpoints."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,8 @@ from coordinator.conftest import CONFIG_HASH, VERSION, make_hello, make_prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.comm.control.messages import Commit, Evaluated, Heartbeat, Join, Ready
-from tahq.coordinator import recovery, run_state, seats
+from tahq.comm.control.messages import Commit, Copied, Evaluated, Heartbeat, Join, Ready
+from tahq.coordinator import copies, recovery, run_state, seats
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
 from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats
@@ -26,10 +26,6 @@ def options(num_stages=3, **changes):
     return CoordinatorOptions(num_stages, 7, None, **(values | limits | changes))
 
 
-def join_of(stage, **changes):
-    return Join(stage, VERSION, **({"host": f"host{stage}", "pid": 5} | changes))
-
-
 def run_in(phase):
     run = RunState(RestorePoint(0), 0.0)
     for event in MEASURING_STEPS if phase is RunPhase.MEASURING else STEPS:
@@ -41,7 +37,7 @@ def run_in(phase):
 def happen(table, event, stage, identity, now_s):
     match event:
         case SeatEvent.JOIN:
-            table.join(stage, identity, join_of(stage), now_s)
+            table.join(stage, identity, Join(stage, VERSION, f"host{stage}", 5), now_s)
         case SeatEvent.HELLO:
             table.advance(stage, event, now_s).hello = make_hello(stage)
         case SeatEvent.LEAVE:
@@ -64,15 +60,13 @@ def ready():
     return table
 
 
-# -- seats -----------------------------------------------------------------------------------------
-
-
 def test_impossible_transition_is_the_workers_fault_or_ours(ready):
     with pytest.raises(RemoteProtocolError, match=r"stage 1 \(host1, pid 5\) said .* while it was ready"):
         ready.advance(1, SeatEvent.HELLO, 9.0)
     with pytest.raises(LocalProtocolError, match="PLAN"):
         ready.advance(1, SeatEvent.PLAN, 9.0)
-    assert ready[1].phase is SeatPhase.READY
+    with pytest.raises(LocalProtocolError, match="ALL_READY"):
+        RunState(RestorePoint(0), 0.0).advance(RunEvent.ALL_READY, 2.0)
 
 
 EVENTS = st.lists(
@@ -81,7 +75,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(EVENTS, st.sampled_from([RunPhase.JOINING, RunPhase.CONNECTING, RunPhase.TRAINING, RunPhase.FINISHING]))
 def test_invariants_hold_whatever_happens(events, phase):
     """One holder per stage, phases follow the table, none is ready without HELLO, and every wait has a deadline."""
@@ -128,14 +122,6 @@ def test_neighbour_that_never_makes_its_links_ready_has_a_deadline(ready):
     assert recovery.deadline_s(options(), run, ready, ready[1]) == 105.0
 
 
-# -- the run ---------------------------------------------------------------------------------------
-
-
-def test_impossible_transition_of_the_run_is_our_fault():
-    with pytest.raises(LocalProtocolError, match="ALL_READY"):
-        RunState(RestorePoint(0), 0.0).advance(RunEvent.ALL_READY, 2.0)
-
-
 @pytest.mark.parametrize("phase", list(RunPhase))
 @pytest.mark.parametrize("message", [Ready(0), Evaluated(0, 1, 1.0, 1.0), Heartbeat()])
 def test_messages_are_taken_in_their_phases_only(phase, message):
@@ -147,8 +133,7 @@ def test_messages_are_taken_in_their_phases_only(phase, message):
             run.check(message, "stage 0")
 
 
-@pytest.fixture
-def at_step_6():
+def test_decisions_are_kept_since_the_base_and_stages_begin_there_or_at_the_newest_checkpoint():
     """A run at step 6, with checkpoints after 2 and 4 steps; that after 2 is the base."""
     run, table = run_in(RunPhase.TRAINING), Seats(3)
     for step in range(6):
@@ -161,22 +146,145 @@ def at_step_6():
             run.published(replace(run.owed.pop(step), snapshot=f"step-{step}", files={"a": "b"}))
             if step == 2:
                 run.rebase(run.newest)
-    return run, table
-
-
-def test_decisions_are_kept_since_the_base_and_stages_begin_there_or_at_the_newest_checkpoint(at_step_6):
-    run, _ = at_step_6
-    assert (run.step, run.base.step, run.newest.step) == (6, 2, 4)
+    assert (run.step, run.base.step, run.newest.step, min(run.decided)) == (6, 2, 4, 2)
     assert [run.origin_at(step).codecs for step in (4, 2)] == [[[0, 0, 3]], [[0, 0, 1]]]
     assert run.origin_at(3) is None
-    assert min(run.decided) == 2
-    run.rebase(run.newest)
-    assert (run.step, min(run.decided)) == (6, 4)
-
-
-def test_base_stays_while_a_stage_is_before_the_new_one_and_all_go_back_together(at_step_6):
-    run, table = at_step_6
+    # the base stays while a stage is before the new one, and all go back together
     for position, point in ((6, 4), (2, 2), (4, 4)):
         table[1].position = position
         assert recovery.common_point(run, table).step == point
         assert recovery.can_rebase(run, table, run.newest) == (point == 4)
+    run.rebase(run.newest)
+    assert (run.step, min(run.decided)) == (6, 4)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+class World:
+    """A table of greeted workers, and the run's checkpoints, of which one after 5 steps is complete."""
+
+    def __init__(self, hosts="abc", silent=(), **changes):
+        self.options = options(num_stages=len(hosts), **({"copies": 1} | changes))
+        self.run, self.seats = RunState(RestorePoint(0), 0.0), Seats(len(hosts))
+        for stage, host in enumerate(hosts):
+            self.join(stage, host, serves=stage not in silent)
+        self.publish(5)
+
+    def join(self, stage, host, *, serves=True, generation=0):
+        address = f"10.0.0.{stage}:7{generation:03d}" if serves else ""
+        self.seats.join(stage, f"worker-{stage}-{generation}".encode(), Join(stage, "0", host, 100 + stage), 0.0)
+        self.seats.advance(stage, SeatEvent.HELLO, 0.0).hello = make_hello(stage, files_address=address)
+
+    def publish(self, step):
+        files = {f"stage-{seat.stage:03d}-{step}.safetensors": f"{step}{seat.stage}" for seat in self.seats}
+        self.run.newest = RestorePoint(step, f"snapshots/step-{step:08d}", files)
+        copies.published(self.run, self.seats)
+
+    def due(self):
+        return copies.due(self.options, self.run, self.seats)
+
+    def carry_out(self, orders=None, *, and_settle=False):
+        """Every holder does as it is told; returns (holder's stage, copied stage) of each order."""
+        told = []
+        for identity, order in orders or self.due():
+            assert not self.is_complete
+            holder = self.seats.find(identity)
+            copies.copied(self.seats[order.stage], holder, Copied(order.step, order.stage, holder.stage))
+            told.append((holder.stage, order.stage))
+        if and_settle:  # what is copied is the base
+            assert self.is_complete
+            self.run.rebase(self.run.copying)
+            copies.rebased(self.run, self.seats)
+        return told
+
+    @property
+    def is_complete(self):
+        return copies.is_complete(self.options, self.run, self.seats)
+
+    def lacks(self, stage):
+        return copies.lacks(self.run, self.seats, stage)
+
+    def leave(self, stage):
+        self.seats.leave(stage, 1.0, position=self.run.base.step)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "changes", "told"),
+    [
+        ("abc", {}, [(1, 0), (2, 1), (1, 2)]),
+        ("aabb", {}, [(2, 0), (2, 1), (1, 2), (1, 3)]),
+        ("aaa", {"copies_within_host": True}, [(1, 0), (2, 1), (1, 2)]),
+        ("aaa", {}, []),
+        ("abc", {"copies": 0}, []),
+    ],
+)
+def test_each_stage_is_copied_to_its_nearest_neighbour_on_another_host(hosts, changes, told):
+    world = World(hosts, **changes)
+    assert world.carry_out() == told
+    assert world.is_complete
+    assert world.due() == []
+
+
+def test_order_names_file_and_source_and_a_newer_checkpoint_waits_until_the_one_before_is_copied():
+    world = World()
+    orders = world.due()
+    assert [(who, order.stage, order.file, order.address) for who, order in orders] == [
+        (b"worker-1-0", 0, "stage-000-5.safetensors", "10.0.0.0:7000"),
+        (b"worker-2-0", 1, "stage-001-5.safetensors", "10.0.0.1:7000"),
+        (b"worker-1-0", 2, "stage-002-5.safetensors", "10.0.0.2:7000"),
+    ]
+    world.publish(10)
+    world.publish(15)
+    assert world.run.copying.step == 5
+    world.carry_out(orders)
+    world.carry_out(and_settle=True)
+    assert world.run.copying.step == 15
+    assert {order.step for _, order in world.due()} == {15}
+
+
+def test_holder_that_was_started_again_is_asked_again():
+    world = World()
+    world.carry_out()
+    world.leave(1)
+    world.join(1, "b", generation=1)
+    assert not world.is_complete
+    assert world.carry_out() == [(1, 0), (2, 1), (1, 2)]
+    assert world.is_complete
+
+
+def test_copy_that_failed_is_tried_again_with_the_next_checkpoint():
+    world = World()
+    world.due()
+    copies.copied(world.seats[0], world.seats[1], Copied(5, 0, 1, "the disk is full"))
+    assert world.due() == []
+    world.publish(10)
+    assert sorted((order.step, order.stage) for _, order in world.due()) == [(10, 0), (10, 1), (10, 2)]
+
+
+def test_checkpoint_whose_part_is_lost_is_skipped():
+    world = World()
+    world.carry_out(and_settle=True)
+    world.publish(10)
+    world.seats[1].position = 5
+    copies.began(world.run, world.seats[1])  # on another host: its part of step 10 is gone
+    assert world.run.copying is None
+    assert not world.is_complete
+    world.publish(15)
+    assert world.run.copying.step == 15
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=8))
+def test_all_that_can_be_copied_is_and_never_to_its_own_host(places):
+    hosts, silent = [host for host, _ in places], [stage for stage, (_, serves) in enumerate(places) if not serves]
+    serving = {host for host, serves in places if serves}
+    copied = {stage for stage, (host, serves) in enumerate(places) if serves and serving - {host}}
+    for lost in sorted(set(hosts)):  # with everything that was on it
+        world = World(hosts, silent)
+        told = world.carry_out(and_settle=True)
+        assert all(world.seats[holder].host != world.seats[stage].host for holder, stage in told)
+        assert {stage for _, stage in told} == copied
+        for stage in [seat.stage for seat in world.seats if seat.host == lost]:
+            world.leave(stage)
+        for stage in world.seats.missing:
+            assert bool(world.lacks(stage)) == (stage not in copied)
