@@ -117,19 +117,6 @@ def resealed(change_at: int, value: int) -> bytes:
         (76, 5, "announced 5 bytes"),
         (80, 1, "past the end"),
     ],
-    ids=[
-        "version",
-        "kind",
-        "purpose",
-        "direction",
-        "dtype",
-        "dims",
-        "dims left over",
-        "channel",
-        "reserved",
-        "length",
-        "offset",
-    ],
 )
 def test_field_out_of_range_is_a_protocol_error(change_at, value, message):
     with pytest.raises(RemoteProtocolError, match=message):

@@ -43,6 +43,11 @@ def test_file_that_others_can_read_is_refused_with_the_remedy(tmp_path, mode):
         read_key_file(path)
 
 
+def test_missing_file_is_refused_with_the_command_that_makes_it(tmp_path):
+    with pytest.raises(UserError, match=r"there is no key at .*`tahq keygen --out"):
+        read_key_file(tmp_path / "none")
+
+
 def test_file_of_something_else_is_refused_and_its_content_not_repeated(tmp_path):
     path = tmp_path / "key.secret"
     for content in ("hunter2\n", "tahq-secret-key hunter2\n", "", "\xff" * 100):
@@ -51,11 +56,6 @@ def test_file_of_something_else_is_refused_and_its_content_not_repeated(tmp_path
         with pytest.raises(UserError, match=r"key\.secret holds no secret key") as refusal:
             read_key_file(path)
         assert "hunter2" not in str(refusal.value)
-
-
-def test_missing_file_is_refused_with_the_command_that_makes_it(tmp_path):
-    with pytest.raises(UserError, match=r"there is no key at .*`tahq keygen --out"):
-        read_key_file(tmp_path / "none")
 
 
 def test_of_many_who_make_a_file_at_once_all_get_the_same_pair(tmp_path):
@@ -115,12 +115,6 @@ def test_list_of_public_keys_has_room_for_names(tmp_path):
 # -- `security:` of cluster.yaml ------------------------------------------------------------------
 
 KEY = new_key_pair().public
-
-
-def test_curve_is_on_and_nobody_is_listed():
-    config = SecurityConfig()
-    assert config.curve
-    assert config.allowed_keys() == frozenset()
 
 
 def test_keys_and_files_of_keys_may_be_mixed(tmp_path):

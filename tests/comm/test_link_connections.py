@@ -25,12 +25,6 @@ def header_of(message: Outgoing):
     return unpack_header(message.header, message.payload, "")
 
 
-def beat(session: Session) -> list[Outgoing]:
-    """Its next heartbeats."""
-    session.handle_timer(LIMITS.heartbeat_s)
-    return [m for m in urgent(session, LIMITS.heartbeat_s) if header_of(m).kind is FrameKind.HEARTBEAT]
-
-
 # Opening
 
 
@@ -49,20 +43,6 @@ def test_link_is_open_when_every_connection_has_said_hello():
     hear(listening, [again])
     assert listening.remote is End.OPEN
     hear(dialling, urgent(listening))
-    assert dialling.remote is End.OPEN
-
-
-def test_data_may_come_on_one_connection_before_the_answer_on_another():
-    specs = [LinkSpec(0, 1, "", dials=True), LinkSpec(0, 0, "", dials=False)]
-    dialling, listening = (Session(PeerIdentity(RUN, 1, s.peer_stage ^ 1, "c"), s, LIMITS) for s in specs)
-    hear(listening, urgent(dialling))
-    answers = {message.connection: message for message in reversed(urgent(listening))}  # HELLO is said first
-    frame = make_frame(50)
-    dialling.expect(frame.id, 50)
-    listening.send(frame, 0.0)
-    (piece,) = pieces(listening)
-    hear(dialling, [answers[0], piece, answers[1], answers[2]])
-    assert [got.id for got in dialling.take_delivered()] == [frame.id]
     assert dialling.remote is End.OPEN
 
 
@@ -87,27 +67,6 @@ def test_hello_that_cannot_be_is_a_protocol_error(payload):
 # Working
 
 
-def test_acknowledgement_covers_what_came_without_a_gap_and_says_what_each_connection_has_brought():
-    lower, upper = met_sessions(replace(LIMITS, window_nbytes=300))
-    for i in range(8):
-        lower.send(make_frame(100, i), 0.0)
-    one, _, three = pieces(lower)
-    hear(upper, [one, three])
-    upper.handle_timer(0.01)
-    acks = urgent(upper, 0.01)
-    hear(lower, acks, 0.01)
-    # The window is of what has no gap before it, and the connection that is behind gets nothing more yet.
-    assert header_of(acks[0]).sequence == 1
-    (four,) = pieces(lower, 0.01)
-    assert four.connection != 1
-
-
-def test_sender_keeps_to_the_window_that_the_receiver_asks_for():
-    lower, _ = met_sessions(replace(LIMITS, receive_window_nbytes=200))
-    lower.send(make_frame(900), 0.0)
-    assert len(pieces(lower)) == 2
-
-
 def test_silence_of_one_connection_ends_the_link():
     lower, upper = met_sessions(LIMITS)
     for now_s in (2.0, 4.0, 6.0, 8.0):
@@ -130,15 +89,6 @@ def test_connection_that_has_said_goodbye_may_be_silent_while_another_still_brin
         upper.heard(now_s, 1)
         upper.handle_timer(now_s)
     assert upper.remote is End.OPEN
-
-
-def test_no_heartbeat_follows_a_goodbye_on_its_connection():
-    lower, upper = met_sessions(LIMITS)
-    lower.close(0.0)
-    said = [lower.next_piece(0.0), *beat(lower), *pieces(lower)]
-    assert {m.connection for m in said if header_of(m).kind is FrameKind.HEARTBEAT} == {1, 2}
-    hear(upper, said)
-    assert upper.remote is End.CLOSED
 
 
 # The parts

@@ -116,19 +116,6 @@ def test_evaluations_are_sent_again_from_the_step_on_at_which_one_is_under_way(m
         again.recv(0.2)
 
 
-def test_log_that_is_not_whole_is_known_before_anybody_relinks(make_endpoint, make_frame, tmp_path):
-    survivor = make_endpoint(1, frame_log=lambda link: FrameLog(tmp_path / f"link-{link}", link, 4000))
-    peer = make_endpoint(2)
-    mine, theirs = linked(survivor, peer, survivor_dials=False)
-    for step in range(2):
-        frame = make_frame(3000, step=step)
-        theirs.expect(frame.id, 3000)
-        mine.send(frame)
-        theirs.recv(SOON_S)
-    assert not survivor.has_log(1, 0)
-    assert survivor.has_log(1, 2)
-
-
 def test_peer_that_leaves_without_a_word_is_waited_for_and_one_that_says_goodbye_is_gone(
     make_endpoint, make_frame, survivor
 ):

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.link.frame import HEADER_NBYTES, Direction, FrameKind, Outgoing, pack_header, unpack_header
+from tahq.comm.link.frame import HEADER_NBYTES, FrameKind, Outgoing, pack_header, unpack_header
 from tahq.comm.link.session import Session
-from tahq.comm.link.signals import Acknowledgement
+from tahq.comm.link.signals import MAX_TIMES, Acknowledgement, Arrivals, unpack_acknowledgement
 from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
@@ -86,23 +87,12 @@ def message(kind: FrameKind, payload: bytes = b"", **changes) -> Outgoing:
 # Meeting
 
 
-def test_both_ends_are_open_after_a_hello_each(wire):
-    assert wire.one.remote is wire.two.remote is End.OPEN
-
-
 def test_nothing_but_hello_is_said_before_the_peer_is_known(make_frame):
     wire = Wire()
     wire.one.send(make_frame(10), wire.now_s)
     wire.two.send(make_frame(10), wire.now_s)
     assert kinds(wire.said_by(wire.one)) == [FrameKind.HELLO]
     assert wire.said_by(wire.two) == []
-
-
-def test_hello_that_was_lost_is_said_again(make_frame):
-    wire = Wire()
-    wire.said_by(wire.one)
-    wire.pass_time(LIMITS.heartbeat_s)
-    assert wire.two.remote is End.OPEN
 
 
 @pytest.mark.parametrize(
@@ -149,66 +139,6 @@ def test_pieces_point_into_the_senders_tensor(wire, make_frame):
     assert torch.frombuffer(first, dtype=torch.uint8).data_ptr() == frame.payload.data_ptr()
 
 
-def test_delivery_that_is_repeated_is_dropped(wire, make_frame):
-    frames = [make_frame(250, micro_batch=i) for i in range(2)]
-    for frame in frames:
-        wire.two.expect(frame.id, 250)
-        wire.one.send(frame, wire.now_s)
-    pieces = wire.said_by(wire.one)
-    wire.hear(wire.two, pieces[:4])
-    wire.hear(wire.two, pieces[:4])
-    wire.hear(wire.two, pieces[1:])
-    got = wire.two.take_delivered()
-    assert [frame.id for frame in got] == [frame.id for frame in frames]
-    assert all(torch.equal(a.payload, b.payload) for a, b in zip(got, frames, strict=True))
-
-
-def sequences(messages: list[Outgoing]) -> list[tuple[FrameKind, int]]:
-    headers = [unpack_header(m.header, m.payload, "") for m in messages]
-    return [(header.kind, header.sequence) for header in headers]
-
-
-def test_what_is_behind_a_gap_is_asked_for_and_sent_again(wire, make_frame):
-    frame = make_frame(500)
-    wire.two.expect(frame.id, 500)
-    wire.one.send(frame, wire.now_s)
-    pieces = wire.said_by(wire.one)
-    wire.hear(wire.two, pieces[:1])
-    wire.hear(wire.two, pieces[3:4])
-    asked = wire.said_by(wire.two)
-    assert (FrameKind.RESEND, 1) in sequences(asked)
-    wire.hear(wire.one, asked)
-    again = wire.said_by(wire.one)
-    assert sequences(again) == [(FrameKind.RESUME, 1), *((FrameKind.DATA, number) for number in (2, 3, 4, 5))]
-    wire.hear(wire.two, pieces[4:])  # of the round before, and dropped when it comes again
-    wire.hear(wire.two, again)
-    (got,) = wire.two.take_delivered()
-    assert torch.equal(got.payload, frame.payload)
-    wire.pass_time(0.01)
-    assert wire.one.outbound.nbytes == 0
-
-
-def test_what_was_lost_with_a_connection_comes_over_the_next_at_once(wire, make_frame):
-    there, back = make_frame(250), make_frame(250, direction=Direction.BACKWARD)
-    wire.two.expect(there.id, 250)
-    wire.one.expect(back.id, 250)
-    wire.one.send(there, wire.now_s)
-    wire.two.send(back, wire.now_s)
-    wire.said_by(wire.one), wire.said_by(wire.two)  # and nobody hears it
-    wire.one.reconnected(0)
-    wire.carry()  # at the same moment: no heartbeat is due
-    assert [got.id for got in wire.two.take_delivered()] == [there.id]
-    assert [got.id for got in wire.one.take_delivered()] == [back.id]
-
-
-def test_hello_that_was_lost_with_a_connection_is_said_over_the_next_at_once():
-    wire = Wire()
-    wire.said_by(wire.one)
-    wire.one.reconnected(0)
-    wire.carry()
-    assert wire.one.remote is wire.two.remote is End.OPEN
-
-
 def test_nothing_comes_twice_over_a_new_connection_if_nothing_was_lost(wire, make_frame):
     frame = make_frame(250)
     wire.two.expect(frame.id, 250)
@@ -220,19 +150,6 @@ def test_nothing_comes_twice_over_a_new_connection_if_nothing_was_lost(wire, mak
     assert [got.id for got in wire.two.take_delivered()] == [frame.id]
     assert wire.one.outbound.num_again == wire.two.outbound.num_again == 0
     assert wire.one.trouble(wire.now_s) == wire.two.trouble(wire.now_s) == ""
-
-
-def test_request_that_comes_behind_the_peers_bye_holds_nobody_up(wire, make_frame):
-    """Over another connection it may; the BYE says that nothing is waited for."""
-    wire.one.send(make_frame(250), wire.now_s)
-    wire.one.close(wire.now_s)
-    wire.said_by(wire.one)
-    bye, request = message(FrameKind.BYE), message(FrameKind.RESEND, (1).to_bytes(4, "little"))
-    for each in (bye, request):
-        header = unpack_header(each.header, each.payload, "")
-        wire.one.receive(pack_header(header, each.payload), each.payload, wire.now_s)
-    assert wire.one.is_settled
-    assert wire.one.local is End.CLOSED
 
 
 def test_heartbeat_never_counts_a_piece_that_is_still_queued(wire, make_frame):
@@ -269,21 +186,10 @@ def test_message_that_cannot_be_is_a_protocol_error(wire, said, error):
         wire.hear(wire.two, [said])
 
 
-def test_pieces_of_two_frames_mixed_up_are_a_protocol_error(wire):
-    wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=4)])
-    with pytest.raises(RemoteProtocolError, match="expected byte 2"):
-        wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=2, total_nbytes=5, offset=2)])
-
-
 def test_data_before_hello_is_a_protocol_error():
     wire = Wire()
     with pytest.raises(RemoteProtocolError, match="DATA while connecting"):
         wire.hear(wire.two, [message(FrameKind.DATA, sequence=1)])
-
-
-def test_delivery_of_an_older_epoch_is_dropped(wire):
-    wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=2, epoch=EPOCH - 1)])
-    assert not wire.two.inbound.has_early
 
 
 def test_frame_of_another_run_is_our_own_error(wire, make_frame):
@@ -310,77 +216,41 @@ def test_large_frame_is_acknowledged_at_once_and_small_ones_together():
     assert kinds(wire.said_by(wire.two)) == [FrameKind.ACK]
 
 
-def test_no_more_is_under_way_than_the_window_holds(wire, make_frame):
-    wire.one.send(make_frame(5000), wire.now_s)
-    pieces = wire.said_by(wire.one)
-    assert len(pieces) == LIMITS.window_nbytes // LIMITS.piece_nbytes
-    wire.hear(wire.two, pieces)
-    wire.pass_time(1.0)
-    assert wire.one.outbound.nbytes == 0
+TIMES = st.integers(0, 2**50).map(lambda ticks: ticks / 1e6)
 
 
-def test_busy_time_runs_from_queueing_to_acknowledgement_by_direction(wire, make_frame):
-    wire.one.send(make_frame(250, micro_batch=0), wire.now_s)
-    wire.now_s += 1.0
-    wire.one.send(make_frame(250, micro_batch=1), wire.now_s)
-    pieces = wire.said_by(wire.one)
-    wire.now_s += 2.0
-    wire.hear(wire.two, pieces)
-    wire.now_s += 1.0
-    wire.two.handle_timer(wire.now_s)
-    wire.hear(wire.one, wire.said_by(wire.two))
-    wire.now_s += 5.0
-    assert wire.one.outbound.busy.total_s(Direction.FORWARD, wire.now_s) == pytest.approx(4.0)
-    assert wire.one.outbound.busy.total_s(Direction.BACKWARD, wire.now_s) == 0.0
+@given(st.integers(1, 5), st.integers(0, 2**32 - 1), TIMES, st.lists(TIMES, max_size=MAX_TIMES))
+def test_acknowledgement_survives_a_round_trip(connections, heartbeat, heartbeat_s, arrivals_s):
+    passed = tuple(range(connections)) if connections > 1 else ()
+    ack = Acknowledgement(passed, heartbeat, heartbeat_s, arrivals_s)
+    assert unpack_acknowledgement(ack.pack(), connections, "peer") == ack
 
 
-def test_ack_says_when_each_piece_came_however_late_it_is_itself(wire, make_frame):
-    """Three pieces that come 0.1, 0.2 and 0.3 s after they left; what acknowledges them needs another 5 s."""
-    wire.one.send(make_frame(250), wire.now_s)
-    left_s, pieces = wire.now_s, wire.said_by(wire.one)
-    for piece in pieces:
-        wire.now_s += 0.1
-        wire.hear(wire.two, [piece])
-    wire.two.handle_timer(wire.now_s)
-    acks = wire.said_by(wire.two)
-    assert kinds(acks) == [FrameKind.ACK]
-    wire.now_s += 5.0
-    wire.hear(wire.one, acks)
-    times = [
-        (p.taken_s - left_s, p.arrived_s - left_s, p.acked_s - left_s) for p in wire.one.outbound.take_piece_times()
-    ]
-    assert times == [pytest.approx((0.0, arrived_s, 5.3)) for arrived_s in (0.1, 0.2, 0.3)]
+@given(st.binary(max_size=64) | st.just(bytes(12 + 8 * (MAX_TIMES + 1))), st.integers(1, 3))
+def test_any_bytes_are_an_acknowledgement_or_a_protocol_error(payload, connections):
+    with suppress(RemoteProtocolError):
+        ack = unpack_acknowledgement(payload, connections, "peer")
+        assert len(ack.arrivals_s) <= MAX_TIMES
+        assert all(0 <= time_s < math.inf for time_s in (ack.heartbeat_s, *ack.arrivals_s))
 
 
-def test_heartbeat_is_told_apart_from_those_that_left_before_it_was_answered(wire):
-    """The way is 5 s there and 1 s back, and a heartbeat leaves every 2 s."""
-    beats, acks, left_s, start_s = [], [], {}, wire.now_s
-    for _ in range(12):
-        wire.now_s += 1.0
-        wire.one.handle_timer(wire.now_s)
-        for beat in wire.said_by(wire.one):
-            left_s[wire.now_s] = None
-            beats.append((wire.now_s + 5.0, beat))
-        while beats and beats[0][0] <= wire.now_s:
-            wire.hear(wire.two, [beats.pop(0)[1]])
-            acks += [(wire.now_s + 1.0, ack) for ack in wire.said_by(wire.two)]
-        while acks and acks[0][0] <= wire.now_s:
-            wire.hear(wire.one, [acks.pop(0)[1]])
-    seen = [beat for beat in wire.one.heartbeats.recent if beat.left_s > start_s]
-    assert len(seen) == 3
-    assert all(beat.left_s in left_s and beat.arrived_s - beat.left_s == pytest.approx(5.0) for beat in seen)
+def test_arrivals_are_told_once_in_order_and_those_after_a_gap_when_it_is_filled():
+    arrivals = Arrivals()
+    for sequence, now_s in ((1, 10.0), (3, 11.0), (2, 12.0), (3, 13.0)):
+        arrivals.note(sequence, 1, now_s)
+    assert arrivals.tell(1, ()).arrivals_s == [10.0]
+    arrivals.note(1, 1, 14.0)  # sent again
+    assert arrivals.tell(3, ()).arrivals_s == [12.0, 11.0]
+    assert arrivals.tell(3, ()).arrivals_s == []
 
 
-def test_pieces_that_only_a_request_to_send_again_accounts_for_are_in_no_figures(wire, make_frame):
-    wire.one.send(make_frame(250), wire.now_s)
-    first, _, third = wire.said_by(wire.one)
-    wire.hear(wire.two, [first, third])
-    (request,) = [m for m in wire.said_by(wire.two) if kinds([m]) == [FrameKind.RESEND]]
-    wire.hear(wire.one, [request])
-    assert wire.one.outbound.take_piece_times() == []
-    wire.carry()
-    wire.pass_time(1.0)
-    assert [piece.is_again for piece in wire.one.outbound.take_piece_times()] == [True, True]
+def test_messages_beyond_the_most_that_are_told_came_no_later_than_the_first_that_is():
+    arrivals = Arrivals()
+    last = MAX_TIMES + 10
+    for sequence in range(1, last + 1):
+        arrivals.note(sequence, 1, float(sequence))
+    ack = unpack_acknowledgement(arrivals.tell(last, ()).pack(), 1, "peer")
+    assert [ack.arrival_s(behind) for behind in (0, 1, MAX_TIMES - 1, last - 1)] == [last, last - 1, 11.0, 11.0]
 
 
 # Time
@@ -393,12 +263,6 @@ def test_silence_of_a_peer_that_others_know_to_be_lost_is_borne(wire):
     assert wire.one.trouble(wire.now_s) == "the peer is lost, and will be replaced"
     wire.pass_time(1.0)  # what the old process still says makes no difference
     wire.pass_time(10 * LIMITS.peer_timeout_s, carrying=False)
-
-
-def test_peer_that_never_came_is_not_lost():
-    wire = Wire()
-    wire.two.handle_timer(1e6)
-    assert wire.two.timer_s == math.inf
 
 
 def test_timer_that_was_handled_is_not_asked_for_again(wire, make_frame):
@@ -427,19 +291,6 @@ def test_bye_comes_after_what_is_queued_and_ends_the_timers(wire, make_frame):
     assert wire.one.is_settled
     wire.pass_time(60.0)
     assert wire.one.timer_s == wire.two.timer_s == math.inf
-
-
-def test_reason_for_leaving_reaches_the_peer_at_once(wire, make_frame):
-    wire.one.send(make_frame(250), wire.now_s)
-    wire.one.close(wire.now_s, reason="out of memory")
-    with pytest.raises(PeerLostError, match=r"link 1 to stage 1 .*the peer ended it: out of memory"):
-        wire.hear(wire.two, wire.said_by(wire.one))
-
-
-def test_closed_end_sends_no_more(wire, make_frame):
-    wire.one.close(wire.now_s)
-    with pytest.raises(LocalProtocolError, match="this end is clos"):
-        wire.one.send(make_frame(1), wire.now_s)
 
 
 # Whatever a peer may say

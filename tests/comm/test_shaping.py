@@ -79,20 +79,6 @@ CAP = 8 * MEGABIT
 BURST_NBYTES = 20_000
 
 
-def test_bucket_that_is_full_lets_a_burst_go_at_once_and_then_the_cap_holds():
-    uplink = Uplink(Shaping(cap_up_bits_per_s=CAP))
-    for item in "abc":
-        uplink.send(item, 15_000, ready_s=10.0)
-    assert releases(uplink) == [("a", 10.0), ("b", 10.01), ("c", 10.025)]
-
-
-def test_thread_that_wakes_late_gets_no_more_than_the_bucket_holds():
-    uplink = Uplink(Shaping(cap_up_bits_per_s=CAP))
-    uplink.send("a", 50_000, ready_s=10.0)
-    uplink.send("b", 50_000, ready_s=10.0, now_s=11.0)
-    assert releases(uplink) == [("a", 10.03), ("b", 11.03)]
-
-
 def test_full_bucket_does_not_make_the_imitated_line_faster():
     uplink = Uplink(Shaping(rate_bits_per_s=10 * CAP, delay_s=0.5, cap_up_bits_per_s=CAP))
     uplink.send("a", 10_000, ready_s=10.0)
@@ -131,13 +117,6 @@ def test_backlog_gets_all_of_the_cap():
     assert releases(uplink)[-1][1] == pytest.approx(100 * 0.05 - 0.02)
 
 
-def test_downlink_lets_through_what_the_cap_allows():
-    downlink = Downlink(Shaping(rate_bits_per_s=10 * CAP, cap_down_bits_per_s=CAP))
-    for item in "abc":
-        downlink.receive(item, 100_000, arrival_s=10.0)
-    assert releases(downlink) == [("a", 10.0), ("b", 10.1), ("c", 10.2)]
-
-
 @pytest.mark.parametrize(
     ("cap", "longest"), [(None, 262_144), (8e9, 262_144), (8 * MEGABIT, 25_000), (1e4, 4096)], ids=str
 )
@@ -171,17 +150,6 @@ def test_goodput_of_a_link_is_what_is_set(rate_mbit, make_frame):
     for _ in frames[1:]:
         pair.upper.recv(10.0)
     assert 4 * 8e6 / (clock() - started_s) == pytest.approx(rate, rel=0.01)
-
-
-def test_small_frame_at_idle_takes_the_delay(make_frame):
-    clock = VirtualClock()
-    pair = InprocPair(clock, run_id=77, shaping=Shaping(20 * MEGABIT, delay_s=0.05))
-    frame = make_frame(4096)
-    pair.upper.expect(frame.id, 4096)
-    clock.advance(1.0)
-    pair.lower.send(frame)
-    pair.upper.recv(1.0)
-    assert clock() == pytest.approx(1.05 + 8 * 4196 / 20e6, abs=1e-9)
 
 
 def test_heartbeats_pass_between_the_pieces_of_what_is_queued(make_frame):

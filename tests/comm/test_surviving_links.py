@@ -7,7 +7,6 @@ import torch
 from support.breaking_proxy import BreakingProxy
 
 from tahq.comm.link.frame import Direction
-from tahq.errors import PeerLostError
 
 NBYTES = 100_000
 COUNT = 300
@@ -82,7 +81,7 @@ def test_what_a_reset_has_lost_comes_again_without_waiting_for_a_heartbeat(joine
 
 
 def test_link_that_gets_no_answer_goes_on_soon_after_it_does(joined, make_frame, caplog):
-    proxy, lower, upper = joined(peer_timeout_s=8.0, heartbeat_s=0.5)
+    proxy, lower, upper = joined(peer_timeout_s=4.0, heartbeat_s=0.25)
     forward = frames(make_frame, Direction.FORWARD)
     post(upper, forward)
     for frame in forward[:200]:
@@ -91,7 +90,7 @@ def test_link_that_gets_no_answer_goes_on_soon_after_it_does(joined, make_frame,
     proxy.cut()
     for frame in forward[200:]:
         lower.send(frame)
-    time.sleep(6.0)  # longer than ZMQ waits for an answer on a connection, here 4 s
+    time.sleep(3.0)  # longer than ZMQ waits for an answer on a connection, here 2 s
     proxy.heal()
     healed_s = time.monotonic()
     for frame in forward[1:]:
@@ -100,11 +99,3 @@ def test_link_that_gets_no_answer_goes_on_soon_after_it_does(joined, make_frame,
     said = [record.getMessage() for record in caplog.records]
     assert any("link 0 to stage 1" in text and "degraded: nothing is heard of the peer" in text for text in said)
     assert any("link 0 to stage 1" in text and "connected again after" in text for text in said)
-
-
-def test_link_that_is_cut_for_longer_than_the_timeout_is_lost(joined, make_frame):
-    proxy, lower, upper = joined(peer_timeout_s=2.0, heartbeat_s=0.2)
-    proxy.cut()
-    for link in (lower, upper):
-        with pytest.raises(PeerLostError, match=r"link 0 to stage [01] .* no sign of life for 2.0 s"):
-            link.recv(SOON_S)

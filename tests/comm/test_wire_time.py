@@ -41,15 +41,6 @@ def test_pieces_back_to_back_take_the_time_between_their_arrivals():
     assert busy_seconds(passages) == {(0, FORWARD): pytest.approx(3.0)}
 
 
-def test_pieces_reported_later_do_not_count_twice():
-    """1 s a piece, three taken at once, of which the last is only reported in the next step."""
-    sent = [piece(0, 0.0, 11.0), piece(0, 0.0, 12.0), piece(0, 0.0, 13.0)]
-    clock = WireClock()
-    first, second = (busy_seconds(clock.passages({0: part})) for part in (sent[:2], sent[2:]))
-    assert first[0, FORWARD] + second[0, FORWARD] == pytest.approx(3.0)
-    assert clock.passages({0: []}) == []
-
-
 def test_length_of_the_way_is_not_taken_for_work():
     """Two frames of two pieces, 0.1 s a piece, 20 s apart: something is unacknowledged nearly all the time."""
     sent = [piece(0, 0.0, 15.1), piece(0, 0.0, 15.2), piece(1, 20.0, 35.1), piece(1, 20.0, 35.2)]

@@ -13,7 +13,7 @@ from tahq.comm.keys import Credentials, new_key_pair
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.zmq.dialled import Listener, who_listens
 from tahq.comm.zmq.sockets import serve_curve
-from tahq.errors import RefusedError
+from tahq.errors import PeerLostError, RefusedError
 
 SSH = b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(100)
 
@@ -61,21 +61,19 @@ def test_what_is_no_zmq_socket_is_a_stranger_or_nobody(greeting, expected):
         assert who_listens(address) is Listener[expected]
 
 
-def test_address_where_nothing_listens_has_nobody():
-    assert who_listens("127.0.0.1:9") is Listener.NOBODY
-    assert who_listens("no address") is Listener.NOBODY
-
-
-def test_worker_that_dials_another_program_is_told_so():
-    with saying(SSH) as address:
-        keys = new_key_pair()
+@pytest.mark.parametrize(
+    ("greeting", "error", "told"),
+    [(SSH, RefusedError, "another program listens there"), (b"", PeerLostError, r"no answer within 2\.5 s")],
+    ids=["another program", "tunnel to nobody"],
+)
+def test_worker_that_dials_the_wrong_port_is_told_what_is_there(greeting, error, told):
+    """A tunnel to nobody hangs up as a coordinator with another key does, but introduces itself as nothing."""
+    keys = new_key_pair()
+    timing = {"peer_timeout_s": 5.0, "heartbeat_s": 1.0, "connect_timeout_s": 2.5 if greeting == b"" else 15.0}
+    with saying(greeting) as address:
         client = ControlClient(
-            *(address, "stage 1"),
-            shaping=Shaping(),
-            peer_timeout_s=5.0,
-            heartbeat_s=1.0,
-            credentials=Credentials(keys, keys.public),
+            address, "stage 1", shaping=Shaping(), credentials=Credentials(keys, keys.public), **timing
         )
-        with pytest.raises(RefusedError, match=f"coordinator at {address}: another program listens there"):
+        with pytest.raises(error, match=f"coordinator at {address}: {told}"):
             client.recv(15.0)
         client.close(linger_s=0.1)

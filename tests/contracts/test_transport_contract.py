@@ -1,7 +1,7 @@
 """What every transport promises (tahq.comm.transport.Transport), run over every implementation.
 
 A harness gives two joined ends and can make one vanish as if its process were killed. A new transport
-is one class here and one entry in HARNESSES.
+is one class here and one parameter of `harness`.
 """
 
 import dataclasses
@@ -135,27 +135,20 @@ class FromHost:
         return dataclasses.replace(frame, payload=frame.payload.cpu())
 
 
-HARNESSES = {
-    "inproc": InprocHarness,
-    "zmq": ZmqHarness,
-    "zmq over 3 connections": StripedZmqHarness,
-    "gloo": GlooHarness,
-    "nccl": NcclHarness,
-}
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 
 
 @pytest.fixture(
     params=[
-        "inproc",
-        "zmq",
-        "zmq over 3 connections",
-        "gloo",
-        pytest.param("nccl", marks=[pytest.mark.gpu, two_devices]),
+        pytest.param(InprocHarness, id="inproc"),
+        pytest.param(ZmqHarness, id="zmq"),
+        pytest.param(StripedZmqHarness, id="zmq over 3 connections"),
+        pytest.param(GlooHarness, id="gloo"),
+        pytest.param(NcclHarness, id="nccl", marks=[pytest.mark.gpu, two_devices]),
     ]
 )
 def harness(request: pytest.FixtureRequest) -> Iterator[InprocHarness | ZmqHarness]:
-    harness = HARNESSES[request.param]()
+    harness = request.param()
     yield harness
     harness.close()
 
@@ -240,15 +233,6 @@ def test_frame_larger_than_posted_is_a_protocol_error_that_names_the_peer(harnes
         harness.upper.recv(SOON_S)
 
 
-def test_early_frame_larger_than_posted_is_a_protocol_error(harness):
-    harness.upper.expect(make_id(1), 1)
-    harness.lower.send(make_frame(10_000, micro_batch=0))
-    harness.lower.send(make_frame(1, micro_batch=1))
-    harness.upper.recv(SOON_S)
-    with pytest.raises(RemoteProtocolError, match="link 2 to stage 2"):
-        expect_and_recv(harness.upper, make_id(0), 9999)
-
-
 def test_more_frames_than_anyone_expects_are_a_protocol_error(harness):
     for i in range(1100):
         harness.lower.send(make_frame(1, micro_batch=i))
@@ -270,18 +254,18 @@ def expect_and_recv(transport: Transport, id: LogicalId, max_nbytes: int) -> Fra
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)[::2]],
-    ids=["float", "two dimensions", "strided"],
+    ("change", "error"),
+    [
+        ({"payload": torch.zeros(4)}, "payload must be uint8"),
+        ({"payload": torch.zeros(2, 2, dtype=torch.uint8)}, "payload must be uint8"),
+        ({"payload": torch.zeros(8, dtype=torch.uint8)[::2]}, "payload must be uint8"),
+        ({"shape": (1, 1, 1, 1, 4)}, "no place"),
+    ],
+    ids=["float", "two dimensions", "strided", "shape"],
 )
-def test_payload_that_is_no_plain_buffer_is_refused(harness, payload):
-    with pytest.raises(LocalProtocolError, match="payload must be uint8"):
-        harness.lower.send(dataclasses.replace(make_frame(4), payload=payload))
-
-
-def test_shape_with_too_many_dimensions_is_refused(harness):
-    with pytest.raises(LocalProtocolError, match="no place"):
-        harness.lower.send(dataclasses.replace(make_frame(4), shape=(1, 1, 1, 1, 4)))
+def test_frame_that_cannot_be_sent_is_refused(harness, change, error):
+    with pytest.raises(LocalProtocolError, match=error):
+        harness.lower.send(dataclasses.replace(make_frame(4), **change))
 
 
 def test_stats_count_what_was_sent_since_the_last_call(harness):
@@ -325,7 +309,7 @@ def test_peer_that_vanishes_is_lost_within_the_timeout(harness):
 
 def test_idle_link_stays_up(harness):
     with pytest.raises(TimeoutError):
-        harness.upper.recv(2.5 * PEER_TIMEOUT_S)
+        harness.upper.recv(1.5 * PEER_TIMEOUT_S)
     frame = make_frame(10)
     harness.upper.expect(frame.id, 10)
     harness.lower.send(frame)

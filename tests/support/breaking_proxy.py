@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback whose connections a test may reset, leave without an answer, or insert bytes into."""
+"""A TCP proxy on loopback that keeps what it carries, and whose connections a test may reset, delay or damage."""
 
 import contextlib
 import select
@@ -24,6 +24,8 @@ class BreakingProxy:
         self._is_closed = False
         self._insertions: dict[str, bytes] = {}
         self.num_connections = 0
+        self.heard = bytearray()
+        """All that it has carried."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def reset(self) -> None:
@@ -81,6 +83,7 @@ class BreakingProxy:
                 for end in readable:
                     if not (data := end.recv(CHUNK)):
                         break
+                    self.heard += data
                     towards = "target" if end is near else "dialler"
                     waiting[other[end]] = self._insertions.pop(towards, b"") + data
                 else:
