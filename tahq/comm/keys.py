@@ -9,7 +9,6 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -108,25 +107,15 @@ def write_key_file(path: Path, keys: KeyPair) -> None:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _private_file(path.parent) as (file, name):
-            os.write(file, f"{_SECRET_WORD} {keys.secret}\n".encode("ascii"))
-            os.fsync(file)
-            os.link(name, path)  # which fails where there is a file, unlike a rename
+        with tempfile.NamedTemporaryFile("w", prefix=".key-", dir=path.parent) as file:  # of mode 600
+            file.write(f"{_SECRET_WORD} {keys.secret}\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.link(file.name, path)  # which fails where there is a file, unlike a rename
     except FileExistsError:
         raise
     except OSError as error:
         raise UserError(f"cannot write the key {path}: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _private_file(folder: Path) -> Iterator[tuple[int, str]]:
-    """A temporary file of mode 600: its descriptor and its name."""
-    file, name = tempfile.mkstemp(prefix=".key-", dir=folder)
-    try:
-        yield file, name
-    finally:
-        os.close(file)
-        os.unlink(name)
 
 
 def read_or_make_key_file(path: Path) -> KeyPair:
@@ -179,21 +168,17 @@ class SecurityConfig(Section):
     """Public keys of workers that are started by hand, and files with such keys."""
 
     def allowed_keys(self) -> frozenset[str]:
-        """The public keys that `allow` names.
-
-        Raises:
-            UserError: an entry is neither a key nor a readable file of keys.
-        """
-        return frozenset(key for index, entry in enumerate(self.allow) for key in _keys_of(entry, index))
-
-
-def _keys_of(entry: str, index: int) -> list[str]:
-    if _DIGITS.fullmatch(entry):
-        return [entry]
-    path = Path(entry).expanduser()
-    if not path.exists():
-        raise UserError(f"security.allow.{index}: expected a public key of 64 digits or an existing file; got {entry}")
-    try:
-        return read_public_keys(path)
-    except UserError as error:
-        raise UserError(f"security.allow.{index}: {error}") from None
+        """The public keys that `allow` names; UserError if an entry is neither a key nor a readable file of keys."""
+        keys: set[str] = set()
+        for index, entry in enumerate(self.allow):
+            path = Path(entry).expanduser()
+            try:
+                if _DIGITS.fullmatch(entry):
+                    keys.add(entry)
+                elif path.exists():
+                    keys.update(read_public_keys(path))
+                else:
+                    raise UserError(f"expected a public key of 64 digits or an existing file; got {entry}")
+            except UserError as error:
+                raise UserError(f"security.allow.{index}: {error}") from None
+        return frozenset(keys)

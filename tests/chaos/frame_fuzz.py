@@ -22,7 +22,7 @@ from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, FrameKind, LogicalId, Outgoing, Purpose
 from tahq.comm.link.session import Session
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits, UnexpectedBound
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.errors import PeerLostError, RemoteProtocolError
 
@@ -30,9 +30,7 @@ FRAME_LIMIT_NBYTES = 8 * 1024 * 1024
 _PIECE_NBYTES = 100
 _EPOCH_AT = 32
 """Where the header has the epoch, 4 bytes little-endian (docs/dev/protocol.md)."""
-_LIMITS = SessionLimits(
-    1e6, 2.0, _PIECE_NBYTES, 1000, UnexpectedBound(frames=16, nbytes=FRAME_LIMIT_NBYTES), receive_window_nbytes=1000
-)
+_LIMITS = SessionLimits(1e6, 2.0, _PIECE_NBYTES, 1000, 16, FRAME_LIMIT_NBYTES, receive_window_nbytes=1000)
 Raw = tuple[bytes, bytes]
 """Header and payload."""
 

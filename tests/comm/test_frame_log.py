@@ -10,8 +10,22 @@ from tahq.errors import PeerLostError
 
 
 @pytest.fixture
-def log(tmp_path):
-    return FrameLog(tmp_path / "log", 3, 1 << 20)
+def make_log(tmp_path):
+    """make_log(limit_nbytes): a log of link 3, closed at the end."""
+    logs = []
+
+    def make(limit_nbytes=1 << 20):
+        logs.append(FrameLog(tmp_path / "log", 3, limit_nbytes))
+        return logs[-1]
+
+    yield make
+    for log in logs:
+        log.close()
+
+
+@pytest.fixture
+def log(make_log):
+    return make_log()
 
 
 def read(log, *steps):
@@ -59,8 +73,8 @@ def test_log_of_a_later_process_does_not_have_what_was_sent_before_it(log, make_
         list(log.read(4))
 
 
-def test_steps_that_only_an_older_copy_needs_go_first(tmp_path, make_frame, caplog):
-    log = FrameLog(tmp_path / "log", 3, 3500)
+def test_steps_that_only_an_older_copy_needs_go_first(make_log, make_frame, caplog):
+    log = make_log(3500)
     for step in range(3):
         log.append(make_frame(1000, step=step))
     log.free_before(0, 2)
@@ -74,8 +88,8 @@ def test_steps_that_only_an_older_copy_needs_go_first(tmp_path, make_frame, capl
     assert "are not kept any more" in caplog.text
 
 
-def test_log_that_grows_too_long_is_given_up_until_the_next_step(tmp_path, make_frame, caplog):
-    log = FrameLog(tmp_path / "log", 3, 2500)
+def test_log_that_grows_too_long_is_given_up_until_the_next_step(make_log, make_frame, caplog):
+    log = make_log(2500)
     for step in range(3):
         log.append(make_frame(1000, step=step))
     assert "link 3: sent frames are not kept any more" in caplog.text
@@ -103,9 +117,9 @@ def test_damaged_frame_is_not_sent_again(log, make_frame, tmp_path):
         list(log.read(0))
 
 
-def test_what_an_earlier_process_left_is_not_taken_for_its_own(tmp_path, make_frame):
-    FrameLog(tmp_path / "log", 3, 1 << 20).append(make_frame(1000))
-    assert read(FrameLog(tmp_path / "log", 3, 1 << 20), 0) == []
+def test_what_an_earlier_process_left_is_not_taken_for_its_own(make_log, make_frame):
+    make_log().append(make_frame(1000))
+    assert read(make_log(), 0) == []
 
 
 def test_full_disk_gives_the_log_up_in_words_and_room_brings_it_back(tmp_path, make_frame):

@@ -150,7 +150,7 @@ def test_garbage_from_strangers_is_dropped_with_a_line_in_the_log(make_endpoint,
     while "stranger" not in caplog.text and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert "dropped a message: a stranger at 127.0.0.1" in caplog.text
-    assert not receiver.end.session.inbound.has_early
+    assert not receiver.end.session.inbound.early
 
 
 def test_known_peer_that_breaks_the_protocol_fails_its_link_alone(make_endpoint, make_frame, stranger):

@@ -172,7 +172,7 @@ class InprocTransport:
 
     def _transmit(self, now_s: float) -> None:
         self._resume_s = math.inf
-        while self._uplink.is_free(now_s):
+        while self._uplink.free_s <= now_s:
             outgoing = self._session.next_urgent(now_s) or self._session.next_piece(now_s)
             if outgoing is None:
                 break

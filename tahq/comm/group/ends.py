@@ -79,13 +79,7 @@ class _Queued(NamedTuple):
 
 
 class GroupSender:
-    """A queue of frames, and the thread's body that announces and sends them.
-
-    Args:
-        path: of the payloads.
-        say: sends a message to the peer.
-        peer: the link's name in errors.
-    """
+    """A queue of frames, and the thread's body that announces and sends them; `say` sends a message to the peer."""
 
     def __init__(self, path: PayloadPath, say: Callable[[bytes], None], peer: object) -> None:
         self._path = path
@@ -124,32 +118,22 @@ class GroupSender:
 
     def _announce_ahead(self) -> bool:
         """Announce queued frames up to the window, waiting if none is under way; returns whether any is."""
-        while self._has_room() and (queued := self._next(wait=not self._outstanding)) is not None:
+        while not self._is_abandoned:
+            under_way = [queued.frame.payload.numel() for queued in (*self._announced, *self._sent)]
+            if len(under_way) >= _WINDOW_FRAMES or sum(under_way) >= _WINDOW_NBYTES:
+                break
+            try:
+                queued = self._queue.get(block=not under_way)
+            except queue.Empty:
+                break
+            if queued is None:
+                self._queue.put(None)  # for the next call, if frames are under way
+                break
             header = pack_header(header_of(queued.frame, 0, 0), b"")
             checksum = _CHECKSUM.pack(checksum_of(queued.frame.payload))
             self._say(bytes([GroupMessage.ANNOUNCE]) + header + checksum)
             self._announced.append(queued)
-        return self._outstanding > 0
-
-    @property
-    def _outstanding(self) -> int:
-        return len(self._announced) + len(self._sent)
-
-    def _has_room(self) -> bool:
-        nbytes = sum(queued.frame.payload.numel() for queued in (*self._announced, *self._sent))
-        return not self._outstanding or (self._outstanding < _WINDOW_FRAMES and nbytes < _WINDOW_NBYTES)
-
-    def _next(self, wait: bool) -> _Queued | None:
-        """The next frame; None: none is queued, or, after waiting, none will come."""
-        if self._is_abandoned:
-            return None
-        try:
-            queued = self._queue.get(block=wait)
-        except queue.Empty:
-            return None
-        if queued is None and not wait:
-            self._queue.put(None)
-        return queued
+        return bool(self._announced or self._sent)
 
     def _obey(self, answer: GroupMessage) -> None:
         if answer is GroupMessage.RECEIVED and self._sent:
@@ -182,14 +166,8 @@ class GroupReceiver:
     """The posted receives, and the body of the thread that takes payloads as they arrive.
 
     The computing thread posts (`expect`), another one answers announcements (`answer`), so that answers never wait for
-    payloads. A lock protects the matching of frames with posts.
-
-    Args:
-        path: of the payloads.
-        say: sends a message to the peer.
-        deliver: takes whole frames that were expected.
-        peer: the link's name in errors.
-        run_id: of the frames.
+    payloads. A lock protects the matching of frames with posts. `say` sends a message to the peer, `deliver` takes
+    whole frames that were expected.
     """
 
     def __init__(

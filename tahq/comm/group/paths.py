@@ -9,10 +9,11 @@ import math
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed
@@ -40,31 +41,36 @@ class GroupBrokenError(Exception):
     """The group can move nothing more: the peer's end is gone, or ours was aborted."""
 
 
-class PayloadPath(Protocol):
+class PayloadPath(ABC):
     """Moves payloads whose length both ends know, in order. All of it may raise GroupBrokenError."""
 
-    device: torch.device
+    device: torch.device = CPU
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027
         """Do what both ends must do together before the first payload; blocks until the other end does it, too."""
 
     def mark(self) -> torch.cuda.Event | None:
         """Call it in the thread that computed a payload; the event after which it is ready, None if it is."""
+        return None
 
+    @abstractmethod
     def send(self, payload: torch.Tensor, mark: torch.cuda.Event | None) -> None:
         """Send a payload that the receiver has posted; returns when its memory may be used again."""
 
+    @abstractmethod
     def post(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Begin to receive into this buffer; returns a function that waits until it is whole."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory for a payload."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
+    @abstractmethod
     def abort(self) -> None:
         """End every wait with GroupBrokenError; any thread may call it."""
 
 
-class GlooPath:
+class GlooPath(PayloadPath):
     """See PayloadPath; payloads in host memory, both ways at once.
 
     Each payload is received into a buffer of its exact length, posted by a receiver that was told that length: gloo
@@ -72,21 +78,11 @@ class GlooPath:
     bounded by the peer's silence and not by the payload's length.
     """
 
-    device = CPU
-
     def __init__(self, store: Store, rank: int, address: str, connect_s: float, timeout_s: float) -> None:
-        """Connect the two ends; blocks until both are there.
+        """Connect the two ends, of rank 0 and 1; blocks until both are there.
 
-        Args:
-            store: where the ends find each other.
-            rank: 0 or 1.
-            address: this machine's IP address that the other end reaches.
-            connect_s: time limit for the other end to connect.
-            timeout_s: time limit for it to receive a part of a payload.
-
-        Raises:
-            GroupBrokenError: it did not connect in time.
-            ConfigError: this torch has no gloo.
+        The other end reaches this machine at the IP `address`; it must connect within `connect_s`, else this raises
+        GroupBrokenError, and receive each part of a payload within `timeout_s`. ConfigError: this torch has no gloo.
         """
         if not c10d.is_gloo_available():
             raise ConfigError("links.inside: gloo: torch was built without gloo here; use links.inside: zmq")
@@ -99,20 +95,10 @@ class GlooPath:
         self._is_aborted = False
         self._group = _moved(c10d.ProcessGroupGloo, c10d.PrefixStore("gloo", store), rank, 2, options)
 
-    def open(self) -> None:
-        """See PayloadPath; the group is connected already."""
-
-    def mark(self) -> None:
-        """See PayloadPath; a CPU's results are ready at once."""
-
     def send(self, payload: torch.Tensor, mark: torch.cuda.Event | None = None) -> None:
         """See PayloadPath."""
         works = [_moved(self._group.send, [part], self._peer, _PAYLOADS) for part in _parts(payload)]
         _wait(works, self._timeout_s)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """See PayloadPath."""
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     def post(self, buffer: torch.Tensor) -> Callable[[], None]:
         """See PayloadPath; the payload has exactly the buffer's length."""
@@ -172,7 +158,7 @@ def check_nccl(device: torch.device) -> None:
         )
 
 
-class NcclPath:
+class NcclPath(PayloadPath):
     """See PayloadPath; payloads from one CUDA device's memory to another's.
 
     An NCCL kernel that waits for its other half keeps the device from work that needs all of it, such as loading
@@ -192,15 +178,9 @@ class NcclPath:
         sends: bool,
         turn: "threading.Lock | None",
     ) -> None:
-        """Take a place in the group; the ends meet in `open`.
+        """Take a place, rank 0 or 1, in the group of this name; the ends meet in `open`, and have a device each.
 
-        Args:
-            store: where the ends find each other.
-            name: of the group, unique in the store.
-            rank: 0 or 1.
-            device: of the payloads; each end needs a separate one.
-            sends: whether this is the sending end.
-            turn: shared by both directions of the link at the lower stage; None at the upper one.
+        `turn` is shared by both directions of the link at the lower stage; None at the upper one.
         """
         # The ZMQ session handles a peer that dies; NCCL's watchdog would end this process, with no message.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -42,12 +42,8 @@ _POLL_S = 0.02
 class GroupTransport:
     """A Transport (tahq.comm.transport); made by `open_group`, used by one thread.
 
-    Args:
-        control: the ZMQ link between the same ends, connected; closed with this.
-        run_id: of the frames.
-        outgoing: path of the payloads that leave.
-        incoming: path of those that come; may be the same.
-        peer_timeout_s: of the ZMQ link.
+    `control` is the ZMQ link between the same ends, connected; it is closed with this. Payloads leave over `outgoing`
+    and come over `incoming`, which may be the same path.
     """
 
     def __init__(
@@ -75,11 +71,7 @@ class GroupTransport:
         return str(self._control)
 
     def wait_open(self, timeout_s: float) -> None:
-        """Block until both paths can carry payloads.
-
-        Raises:
-            PeerLostError: the other end was not ready in time, or is gone.
-        """
+        """Block until both paths can carry payloads; PeerLostError if the peer was not ready in time, or is gone."""
         deadline_s = time.monotonic() + timeout_s
         for is_open in (self._can_send, self._can_receive):
             while not is_open.wait(_POLL_S):
@@ -90,12 +82,7 @@ class GroupTransport:
     # The contract
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
-        """Post a receive; see Transport.expect.
-
-        Raises:
-            LocalProtocolError: the id was expected before, or the link is closed.
-            RemoteProtocolError: the frame is here already, and is larger.
-        """
+        """Post a receive; see Transport.expect and Inbound.expect."""
         self._check_usable()
         try:
             self._receiver.expect(id, max_nbytes)

@@ -18,7 +18,9 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -74,8 +76,8 @@ class FrameLog:
         """Steps before this one may be removed when room is needed."""
         self._is_told = False
         """Whether the user knows that it was given up since the newest checkpoint."""
-        self._open: tuple[int, int] | None = None
-        """The step whose file is open, and its descriptor."""
+        self._file: BinaryIO | None = None
+        """Of the newest step, open for writing."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def begin(self, step: int) -> None:
@@ -97,7 +99,12 @@ class FrameLog:
                 if not self._has_room(HEADER_NBYTES + len(payload)):
                     raise OSError(f"it would take more than {format_size(self._limit_nbytes)} (run.frame_log)")
                 header = header_of(frame, 0, self._link)._replace(payload_nbytes=len(payload))
-                self._write(step, [memoryview(pack_header(header, payload)), payload])
+                file = self._open(step)
+                file.write(pack_header(header, payload))
+                file.write(payload)
+                file.flush()
+                self._step_nbytes[step] += HEADER_NBYTES + len(payload)
+                self.nbytes += HEADER_NBYTES + len(payload)
             except OSError as error:
                 self._give_up(step, error)
 
@@ -110,27 +117,14 @@ class FrameLog:
             self._first = step + 1
         return self.nbytes + nbytes <= self._limit_nbytes
 
-    def _write(self, step: int, rest: list[memoryview]) -> None:
-        descriptor = self._descriptor(step)
-        nbytes = sum(map(len, rest))
-        while rest:
-            written = os.writev(descriptor, rest)
-            while rest and written >= len(rest[0]):
-                written -= len(rest.pop(0))
-            if rest:
-                rest[0] = rest[0][written:]
-        self._step_nbytes[step] += nbytes
-        self.nbytes += nbytes
-
-    def _descriptor(self, step: int) -> int:
-        if self._open is not None and self._open[0] == step:
-            return self._open[1]
-        self._close_file()
-        self._make_folder()
-        descriptor = os.open(self._path(step), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._step_nbytes.setdefault(step, 0)
-        self._open = (step, descriptor)
-        return descriptor
+    def _open(self, step: int) -> BinaryIO:
+        path = str(self._path(step))
+        if self._file is None or self._file.name != path:
+            self._close_file()
+            self._make_folder()
+            self._file = open(path, "ab", opener=partial(os.open, mode=0o600))  # noqa: SIM115
+            self._step_nbytes.setdefault(step, 0)
+        return self._file
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.frames"
@@ -218,9 +212,8 @@ class FrameLog:
                     folder.rmdir()
 
     def _remove(self, step: int) -> None:
-        if self._open is not None and self._open[0] == step:
-            with suppress(OSError):  # it goes, whatever was in it
-                self._close_file()
+        if self._file is not None and self._file.name == str(self._path(step)):
+            self._close_file()
         self.nbytes -= self._step_nbytes.pop(step)
         try:
             self._path(step).unlink(missing_ok=True)
@@ -228,7 +221,7 @@ class FrameLog:
             _log.warning("link %d: %s cannot be removed: %s", self._link, self._path(step), error.strerror)
 
     def _close_file(self) -> None:
-        if self._open is not None:
-            _, descriptor = self._open
-            self._open = None  # even if the disk refuses what it has kept back until now
-            os.close(descriptor)
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what was to be kept has been flushed; the rest belongs to a log that is given up
+                file.close()

@@ -83,11 +83,11 @@ class Inbound:
 
     def __init__(self, limits: SessionLimits, peer: str, allocate: Allocate = pageable) -> None:
         self._allocate = allocate
-        self._bound = limits.unexpected
-        self._max_message_nbytes = limits.max_message_nbytes
+        self._limits = limits
         self._peer = peer
         self._posted: dict[LogicalId, int] = {}
-        self._early: dict[LogicalId, Frame] = {}
+        self.early: dict[LogicalId, Frame] = {}
+        """Frames that were not posted yet; any thread may look whether there are any."""
         self._early_nbytes = 0
         self._admitted: dict[LogicalId, int] = {}
         self._consumed: dict[LogicalId, None] = {}
@@ -97,11 +97,6 @@ class Inbound:
         """The peer starts again with a new frame: parts of unfinished frames will come again."""
         self._assemblies.clear()
         self._admitted.clear()
-
-    @property
-    def has_early(self) -> bool:
-        """Whether a frame is kept that was not posted yet; any thread may ask."""
-        return bool(self._early)
 
     def expect(self, id: LogicalId, max_nbytes: int) -> Frame | None:
         """Post a receive; the frame itself if it has come already.
@@ -114,12 +109,12 @@ class Inbound:
             raise LocalProtocolError(f"{self._peer}: {id} was expected before; an id is delivered once")
         if id in self._admitted:
             self._check_posted_size(id, self._admitted[id], max_nbytes)
-        frame = self._early.get(id)
+        frame = self.early.get(id)
         if frame is None:
             self._posted[id] = max_nbytes
             return None
         self._check_posted_size(id, frame.payload.numel(), max_nbytes)
-        self._early_nbytes -= self._early.pop(id).payload.numel()
+        self._early_nbytes -= self.early.pop(id).payload.numel()
         self._consume(id)
         return frame
 
@@ -149,10 +144,10 @@ class Inbound:
     def _memory_for(self, header: FrameHeader) -> torch.Tensor | None:
         if header.channel is Channel.DATA:
             return self._allocate(header.total_nbytes) if self.admit(header) else None
-        if header.total_nbytes > self._max_message_nbytes:
+        if header.total_nbytes > self._limits.max_message_nbytes:
             raise RemoteProtocolError(
                 f"{self._peer}: sent a message of {header.total_nbytes} bytes on the channel for "
-                f"{header.channel.name.lower()}; at most {self._max_message_nbytes}"
+                f"{header.channel.name.lower()}; at most {self._limits.max_message_nbytes}"
             )
         return None
 
@@ -163,7 +158,7 @@ class Inbound:
             RemoteProtocolError: it is larger than was posted, or exceeds the bound on frames that were not posted.
         """
         id, max_nbytes = header.id, self._posted.get(header.id)
-        if id in self._consumed or id in self._early or id in self._admitted:
+        if id in self._consumed or id in self.early or id in self._admitted:
             return False
         if max_nbytes is not None:
             self._check_posted_size(id, header.total_nbytes, max_nbytes)
@@ -177,7 +172,7 @@ class Inbound:
         frame = header.frame(payload)
         del self._admitted[header.id]
         if self._posted.pop(header.id, None) is None:
-            self._early[header.id] = frame
+            self.early[header.id] = frame
             self._early_nbytes += header.total_nbytes
             return None
         self._consume(header.id)
@@ -194,11 +189,12 @@ class Inbound:
 
     def _check_bound(self, header: FrameHeader) -> None:
         coming = [nbytes for id, nbytes in self._admitted.items() if id not in self._posted]
-        frames, nbytes = len(self._early) + len(coming) + 1, self._early_nbytes + sum(coming) + header.total_nbytes
-        if frames > self._bound.frames or nbytes > self._bound.nbytes:
+        frames, nbytes = len(self.early) + len(coming) + 1, self._early_nbytes + sum(coming) + header.total_nbytes
+        most_frames, most_nbytes = self._limits.unexpected_frames, self._limits.unexpected_nbytes
+        if frames > most_frames or nbytes > most_nbytes:
             raise RemoteProtocolError(
                 f"{self._peer}: sent {frames} unexpected frames, {format_size(nbytes)}, {header.id} the "
-                f"last; at most {self._bound.frames} and {format_size(self._bound.nbytes)} are kept"
+                f"last; at most {most_frames} and {format_size(most_nbytes)} are kept"
             )
 
 

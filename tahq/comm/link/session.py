@@ -37,7 +37,7 @@ _HEARD_WHEN_CLOSED = (FrameKind.ACK, FrameKind.BYE, FrameKind.RESEND)
 
 
 class Session:
-    """One end of one link; `outbound`, `inbound` and `heartbeats` are public for what other threads may read there."""
+    """One end of one link; other threads may read what `outbound`, `inbound` and `heartbeats` allow."""
 
     def __init__(
         self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits, allocate: Allocate = pageable
@@ -82,26 +82,20 @@ class Session:
     # What the owner of this end asks for
 
     def send(self, frame: Frame, now_s: float) -> None:
-        """Queue a frame of data.
-
-        Raises:
-            LocalProtocolError: it belongs to another run, or this end is closed.
-        """
+        """Queue a frame of data; LocalProtocolError if it belongs to another run, or this end is closed."""
         if frame.id.run != self._identity.run_id:
             raise LocalProtocolError(f"{self._spec}: {frame.id} is not of run {self._identity.run_id}")
-        self._check_open(frame.id)
+        if self.local is not End.OPEN:
+            raise LocalProtocolError(f"{self._spec}: cannot send {frame.id}, this end is {self.local.value}")
         if self.remote is not End.CLOSED:
             self.outbound.queue(frame, now_s)
 
     def send_message(self, channel: Channel, data: bytes, now_s: float) -> None:
         """Queue a message on the control or the files channel; LocalProtocolError if this end is closed."""
-        self._check_open(channel)
+        if self.local is not End.OPEN:
+            raise LocalProtocolError(f"{self._spec}: cannot send on {channel.name}, this end is {self.local.value}")
         if self.remote is not End.CLOSED:
             self.outbound.queue_message(channel, data, now_s)
-
-    def _check_open(self, item: LogicalId | Channel) -> None:
-        if self.local is not End.OPEN:
-            raise LocalProtocolError(f"{self._spec}: cannot send {item!r}, this end is {self.local.value}")
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive; see Transport.expect."""
@@ -268,9 +262,6 @@ class Session:
         self.outbound.rewind(sequence, now_s)
         self.signals.plan(FrameKind.RESUME, self.connections)
         self.is_disturbed = True
-        self._leave_again(now_s)
-
-    def _leave_again(self, now_s: float) -> None:
         if not self._bye_reason:
             self._change(Event.LOST, now_s)
 
@@ -395,8 +386,8 @@ class Session:
             return
         is_beat_due = self._liveness.beat(now_s)
         if self.local is End.CLOSED:
-            if is_beat_due:
-                self._leave_again(now_s)
+            if is_beat_due and not self._bye_reason:
+                self._change(Event.LOST, now_s)
             self.timer_s = self._liveness.beat_at_s
             return
         if now_s >= self._arrivals.due_s:

@@ -116,10 +116,6 @@ class Uplink(DelayLine[Item]):
         """When the next message may enter."""
         return self._line.free_s
 
-    def is_free(self, now_s: float) -> bool:
-        """Whether the next message may enter."""
-        return self._line.free_s <= now_s
-
     def send(self, item: Item, nbytes: int, ready_s: float, now_s: float | None = None) -> None:
         """Enter, at `now_s`, a message of `nbytes` that has been waiting since `ready_s` (None: it has not)."""
         now_s = ready_s if now_s is None else now_s

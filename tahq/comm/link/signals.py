@@ -121,11 +121,7 @@ class Signals:
         return fields.unpack(payload)
 
     def check_hello(self, header: FrameHeader, payload: bytes | memoryview) -> LinkHello:
-        """Parse a HELLO and check that it is from our peer, about this link.
-
-        Raises:
-            RemoteProtocolError: it is not.
-        """
+        """Parse a HELLO and check that it is from our peer, about this link; RemoteProtocolError if it is not."""
         self._check_place(header)
         hello = unpack_hello(payload, str(self._spec))
         expected_stage = hello.stage if self._spec.peer_stage == ANY_STAGE else self._spec.peer_stage

@@ -1,7 +1,7 @@
 """What a session is given at its start (identities, times, bounds), and HELLO, in which it tells the peer."""
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from tahq.comm.link.frame import Channel
@@ -93,14 +93,6 @@ class LinkSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class UnexpectedBound:
-    """How many frames, and bytes of them, are kept for ids that were not posted yet."""
-
-    frames: int = 1024
-    nbytes: int = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
 class SessionLimits:
     """Times and bounds of a session."""
 
@@ -110,7 +102,9 @@ class SessionLimits:
     piece_nbytes: int = 256 * 1024
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
     """Most data that is on its way and not acknowledged."""
-    unexpected: UnexpectedBound = field(default_factory=UnexpectedBound)
+    unexpected_frames: int = 1024
+    unexpected_nbytes: int = 1 << 30
+    """How many frames, and bytes of them, are kept for ids that were not posted yet."""
     receive_window_nbytes: int = DEFAULT_WINDOW_NBYTES
     """The window that the peer is asked to keep to."""
     first: First = "oldest"

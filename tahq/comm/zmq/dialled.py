@@ -53,15 +53,7 @@ _OBSTACLES = {
 
 
 class Dialled:
-    """A DEALER, which it connects; after that used by one thread.
-
-    Args:
-        socket: set up, and not connected yet.
-        address: host:port.
-        end: owner of the connection.
-        connection: which one of the link's.
-        clock: seconds, monotonic.
-    """
+    """A DEALER, not connected yet, which it connects to `address` (host:port); after that used by one thread."""
 
     def __init__(
         self,
@@ -136,21 +128,21 @@ class Dialled:
         was_undecided, self._is_undecided = self._is_undecided, False
         if event.kind == monitor.DISCONNECTED:
             self.redial_s = self._clock() + _GIVEN_UP_S
-            return self._count(Outcome.BROKEN) if was_undecided else None
+            self.num_hang_ups += was_undecided
+            return Outcome.BROKEN if was_undecided else None
         if event.kind == monitor.SUCCEEDED:
             self.num_hang_ups, self.has_succeeded = 0, True
             return Outcome.SUCCEEDED
         if event.kind == monitor.CLOSED:
             # A handshake that ran out of time says nothing about keys.
-            is_prompt = self._clock() - self._connected_s < HANDSHAKE_S / 2
-            return self._count(Outcome.HUNG_UP) if is_prompt else Outcome.HUNG_UP
+            self.num_hang_ups += self._clock() - self._connected_s < HANDSHAKE_S / 2
+            return Outcome.HUNG_UP
         if event.kind == monitor.REFUSED:
             return Outcome.REFUSED
-        return Outcome.NO_CURVE if event.value == monitor.OTHER_MECHANISM else self._count(Outcome.BROKEN)
-
-    def _count(self, outcome: Outcome) -> Outcome:
+        if event.value == monitor.OTHER_MECHANISM:
+            return Outcome.NO_CURVE
         self.num_hang_ups += 1
-        return outcome
+        return Outcome.BROKEN
 
     def _note(self, outcome: Outcome) -> None:
         if outcome is Outcome.SUCCEEDED:

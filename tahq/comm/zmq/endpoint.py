@@ -106,8 +106,7 @@ class ZmqEndpoint:
         self._keys = settings.keys
         self._limits = settings.limits
         self._first_step = 0
-        self._ends: dict[int, DataEnd] = {}
-        self._transports: list[ZmqTransport] = []
+        self._links: dict[int, ZmqTransport] = {}
         self._aborted: Exception | None = None
         self._is_closed = False
         self.address = ""
@@ -133,7 +132,7 @@ class ZmqEndpoint:
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Take the epoch of the plan, and the first step of which anything is sent; before the first `open_link`."""
-        if self._ends:
+        if self._links:
             raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
         self._identity = replace(self._identity, epoch=epoch)
         self._first_step = first_step
@@ -156,7 +155,7 @@ class ZmqEndpoint:
         """
         if self._is_closed:
             raise LocalProtocolError("the endpoint is closed")
-        if link in self._ends:
+        if link in self._links:
             raise LocalProtocolError(f"link {link} is open already")
         self._check_key(link, peer_name, peer_key)
         spec = _spec(link, peer_stage, peer_name, dial)
@@ -166,27 +165,19 @@ class ZmqEndpoint:
             log.begin(self._first_step)
         end = DataEnd(spec, Session(self._identity, spec, self._limits, self._settings.allocate), wanted, log, peer_key)
         self._loop.open(end, self._dial_all(end, dial, peer_key))
-        self._ends[link] = end
+        self._links[link] = ZmqTransport(end, self._limits.piece_nbytes, self._loop.submit)
         if self._aborted is not None:
             end.inbox.abort(self._aborted)
-        transport = ZmqTransport(end, self._limits.piece_nbytes, self._loop.submit)
-        self._transports.append(transport)
-        return transport
+        return self._links[link]
 
     def relink(self, link: int, epoch: int, peer_name: str, dial: str, wanted: Wanted, peer_key: str = "") -> None:
         """Join a link that is open to another process, which has taken its peer's place; any thread may call it.
 
         What the old one has sent stays; what the new one wants again is sent from the log. Frames of the epochs before
-        this one are not taken any more.
-
-        Args:
-            link: as it was opened.
-            epoch: of the new connection, the same at both ends.
-            peer_name, dial, peer_key: as for `open_link`.
-            wanted: which frames the new process wants.
+        `epoch`, which both ends must have, are not taken any more. The rest: as for `open_link`.
         """
         self._check_key(link, peer_name, peer_key)
-        end = self._ends[link]
+        end = self._links[link].end
         spec = _spec(link, end.spec.peer_stage, peer_name, dial)
         session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._settings.allocate)
         switch = partial(end.relink, spec, session, wanted, peer_key)
@@ -198,24 +189,24 @@ class ZmqEndpoint:
 
     def has_log(self, link: int, since: int) -> bool:
         """Whether all is kept that was sent on a link from this step on."""
-        log = self._ends[link].log
+        log = self._links[link].end.log
         return log is not None and log.is_complete_from(since)
 
     def widen(self, link: int, through: int | None) -> None:
         """See `DataEnd.widen`; any thread may call it."""
-        end = self._ends[link]
+        end = self._links[link].end
         self._loop.submit(end, partial(end.widen, through))
 
     def hold(self, link: int) -> None:
         """The peer is lost, as others know, and will be replaced: do not give the link up; any thread may call it."""
-        end = self._ends[link]
-        self._loop.submit(end, end.hold)
+        end = self._links[link].end
+        self._loop.submit(end, lambda: end.session.hold())
 
     def free_logs(self, step: int, droppable: int = 0) -> None:
         """See `FrameLog.free_before`; any thread may call it."""
-        for end in list(self._ends.values()):
-            if end.log is not None:
-                end.log.free_before(step, droppable)
+        for link in list(self._links.values()):
+            if link.end.log is not None:
+                link.end.log.free_before(step, droppable)
 
     def _check_key(self, link: int, peer_name: str, peer_key: str) -> None:
         if bool(peer_key) != (self._keys is not None):
@@ -254,12 +245,7 @@ class ZmqEndpoint:
 
     @contextmanager
     def fetching(self, source: FileSource) -> Iterator[FetchingEnd]:
-        """A link for files to a worker; returns before it is connected. Any thread may call it.
-
-        Raises:
-            UserError: the address is malformed.
-            RemoteProtocolError: the plan says CURVE for one end and not for the other.
-        """
+        """A link for files to a worker; returns before it is connected. Any thread may call it."""
         if self._is_closed:
             raise PeerLostError(f"{source}: this worker is leaving")
         if bool(source.public_key) != (self._keys is not None):
@@ -280,12 +266,13 @@ class ZmqEndpoint:
             RemoteProtocolError: a peer is not who it should be.
         """
         deadline_s = time.monotonic() + timeout_s
-        for end in self._ends.values():
+        ends = [link.end for link in self._links.values()]
+        for end in ends:
             end.met.wait(max(0.0, deadline_s - time.monotonic()))
-        for end in self._ends.values():
+        for end in ends:
             if end.inbox.error is not None:
                 raise end.inbox.error.with_traceback(None)
-        missing = [end for end in self._ends.values() if not end.met.is_set()]
+        missing = [end for end in ends if not end.met.is_set()]
         if missing:
             obstacles = [f"{end.spec}: {end.obstacle}" for end in missing if end.obstacle]
             advice = "check that the peer runs and that its address can be reached from here"
@@ -297,8 +284,8 @@ class ZmqEndpoint:
     def abort(self, reason: Exception) -> None:
         """Make every `recv` and `send` on every link raise `reason`, now and from now on; any thread may call it."""
         self._aborted = self._aborted or reason
-        for end in list(self._ends.values()):
-            end.abort(self._aborted)
+        for link in list(self._links.values()):
+            link.end.abort(self._aborted)
 
     def close(self, linger_s: float = 5.0) -> None:
         """Send what is queued, say goodbye on every link, release the sockets; safe to call twice.
@@ -309,10 +296,10 @@ class ZmqEndpoint:
             return
         self._is_closed = True
         deadline_s = time.monotonic() + linger_s
-        for transport in self._transports:
-            transport.close(linger_s=0.0)
-        for end in self._ends.values():
-            end.flushed.wait(max(0.0, deadline_s - time.monotonic()))
+        for link in self._links.values():
+            link.close(linger_s=0.0)
+        for link in self._links.values():
+            link.end.flushed.wait(max(0.0, deadline_s - time.monotonic()))
         self._release()
 
     def abandon(self) -> None:
@@ -326,9 +313,9 @@ class ZmqEndpoint:
         self._thread.join()
         self.files.close()
         self._context.destroy(linger=0)  # of sockets that the loop has not closed: commands that came too late
-        for end in self._ends.values():
-            if end.log is not None:
-                end.log.close()
+        for link in self._links.values():
+            if link.end.log is not None:
+                link.end.log.close()
 
 
 def _spec(link: int, peer_stage: int, peer_name: str, dial: str) -> LinkSpec:

@@ -59,12 +59,8 @@ OnTrouble = Callable[[Trouble], None]
 class EndpointLoop:
     """Moves messages between sockets, shaping and sessions; only `submit`, `open` and `stop` are for other threads.
 
-    Args:
-        reception: the ROUTER and its gate; None: nothing listens here.
-        shaping: what the host's connection to others is held to.
-        on_trouble: told of links that become degraded, and of those that are as before.
-        is_remote: whether messages that come in are held for the delay, too, since their senders do not shape.
-        clock: seconds, monotonic.
+    Without `reception` nothing listens here. `is_remote`: messages that come in are held for the delay, too, since
+    their senders do not shape.
     """
 
     def __init__(
@@ -113,10 +109,7 @@ class EndpointLoop:
         self.submit(end, partial(self._open, end, dealers))
 
     def relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
-        """Have another process at the other end of a link, which is dialled with these, or else dials.
-
-        `switch` is called between the two, in the I/O thread.
-        """
+        """Have another process at the other end of a link; `switch` is called in between, in the I/O thread."""
         self.submit(end, partial(self._relink, end, dealers, switch))
 
     def stop(self) -> None:
@@ -330,7 +323,8 @@ class EndpointLoop:
         else:
             now_s = self._clock()
             arrival.wire.end.session.heard(now_s, arrival.connection)
-            self._downlink.receive(arrival, arrival.nbytes, now_s + self._delay_in_s)
+            nbytes = len(arrival.header) + len(arrival.payload)
+            self._downlink.receive(arrival, nbytes, now_s + self._delay_in_s)
 
     def _take_in(self, arrival: Arrival) -> None:
         end = arrival.wire.end
@@ -345,7 +339,7 @@ class EndpointLoop:
     def _transmit(self, now_s: float) -> None:
         self._resume_s = now_s
         for _ in range(_MESSAGES_A_TURN):
-            if not self._uplink.is_free(now_s):
+            if self._uplink.free_s > now_s:
                 self._resume_s = self._uplink.free_s
                 break
             chosen = self._next_message(now_s)

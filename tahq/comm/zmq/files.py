@@ -101,14 +101,9 @@ def unpack_request(data: bytes, peer: str) -> FileRequest:
 class FileTransfer:
     """Which pieces of a file to ask for, and when; pure.
 
-    Invariants: bytes come out in order, each once; at most a window of pieces is asked for and not there yet; under a
-    rate no piece is asked for before the bytes of those before it had their time (nothing is saved up).
-
-    Args:
-        source: owner of the file.
-        offset: the first byte that is wanted.
-        rate_bits_per_s: at most so fast; None: as fast as possible.
-        now_s: now.
+    Invariants: bytes come out in order from `offset` on, each once; at most a window of pieces is asked for and not
+    there yet; under a rate no piece is asked for before the bytes of those before it had their time (nothing is saved
+    up).
     """
 
     def __init__(self, source: FileSource, offset: int, rate_bits_per_s: float | None, now_s: float) -> None:
@@ -150,7 +145,7 @@ class FileTransfer:
         return len(self._under_way) < WINDOW_PIECES and self._asked < self._total
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing but a reply can make a difference."""
+        """Time until the next request is due; inf: not before a reply has come."""
         return max(0.0, self._free_s - now_s) if self._may_ask() else math.inf
 
     def take(self, reply: bytes, now_s: float) -> bytes:
@@ -226,8 +221,8 @@ def pieces(
         fetching: opens a link to the source; `ZmqEndpoint.fetching`.
         source: owner of the file.
         offset: the first byte that is wanted.
-        rate_bits_per_s: at most so fast, counting the file's bytes; None: as fast as possible.
-        give_up_s: after so much silence the source is given up; one that comes back before goes on.
+        rate_bits_per_s: the fastest rate, counting the file's bytes; None: unlimited.
+        give_up_s: a source that is silent this long is given up.
         is_wanted: asked all the time.
 
     Raises:
@@ -239,30 +234,24 @@ def pieces(
     while not transfer.is_done and is_wanted():
         with fetching(source) as end:
             while not transfer.is_done and is_wanted():
+                now_s = time.monotonic()
+                for request in transfer.requests(now_s):
+                    end.send(request)
+                is_late = now_s - transfer.heard_s >= give_up_s
                 try:
-                    reply = _ask(end, transfer)
+                    reply = end.inbox.get(min(transfer.wait_s(now_s), _LOOK_S))
+                except TimeoutError:
+                    if is_late:
+                        reason = f"; {end.obstacle}" if end.obstacle else ""
+                        raise PeerLostError(f"{source}: silent for {give_up_s:g} s{reason}") from None
                 except PeerLostError:
-                    if time.monotonic() - transfer.heard_s >= give_up_s:
+                    if is_late:
                         raise
                     transfer.begin_again()
                     time.sleep(_RETRY_S)
                     break  # another link may do better
-                if reply is not None:
+                else:
                     yield transfer.take(reply, time.monotonic())
-                elif time.monotonic() - transfer.heard_s >= give_up_s:
-                    reason = f"; {end.obstacle}" if end.obstacle else ""
-                    raise PeerLostError(f"{source}: silent for {give_up_s:g} s{reason}")
-
-
-def _ask(end: FetchingEnd, transfer: FileTransfer) -> bytes | None:
-    """Send the requests that are due; the next reply, or None if none comes for a moment."""
-    now_s = time.monotonic()
-    for request in transfer.requests(now_s):
-        end.send(request)
-    try:
-        return end.inbox.get(min(transfer.wait_s(now_s), _LOOK_S))
-    except TimeoutError:
-        return None
 
 
 # The worker that has it
@@ -298,10 +287,7 @@ class ServingEnd(LinkEnd):
 class FileStore:
     """The files of one run that others may fetch from here; any thread may call it.
 
-    A thread of its own reads them, so that a slow disk holds up no frames.
-
-    Args:
-        send: puts a message on a link.
+    Another thread reads them, so that a slow disk holds up no frames. `send` puts a message on a link.
     """
 
     def __init__(self, send: Callable[[LinkEnd, bytes], None]) -> None:
@@ -320,11 +306,7 @@ class FileStore:
             self._paths[bytes.fromhex(sha256)] = path
 
     def ask(self, end: ServingEnd, request: FileRequest) -> None:
-        """Answer this, soon.
-
-        Raises:
-            RemoteProtocolError: too many requests of this peer wait for an answer.
-        """
+        """Answer this, soon; RemoteProtocolError if too many requests of this peer wait for an answer."""
         with self._lock:
             if end.num_pending >= 2 * WINDOW_PIECES:
                 raise RemoteProtocolError(f"{end.spec}: asked for more than {2 * WINDOW_PIECES} pieces at once")

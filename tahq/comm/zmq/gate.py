@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from logging import getLogger
 from typing import Final, NamedTuple
 
@@ -46,19 +45,12 @@ class Accepted(NamedTuple):
         return format_address(self.host, self.port) if self.host else "an unknown address"
 
 
-_UNKNOWN_ADDRESS = Accepted("", 0)
-
-
 class Connections:
     """The connections that a listening socket has accepted, by descriptor, oldest first; bounds the unknown ones.
 
     ZMQ accepts every connection and gives each the full time of a handshake. Here the one that has been silent longest
     is closed when there are too many, of one address or of all, so that descriptors are left for members and files. A
     connection is known once a message has come over it, which is after the handshake.
-
-    Args:
-        most: unknown ones at a time.
-        most_of_one: unknown ones of one address at a time.
     """
 
     def __init__(self, *, most: int = MOST_UNKNOWN, most_of_one: int = MOST_OF_ONE_ADDRESS) -> None:
@@ -71,7 +63,7 @@ class Connections:
     def accept(self, descriptor: int) -> Accepted | None:
         """Note a new connection; returns the one that was closed for it, if there were too many."""
         self.forget(descriptor)
-        host, port = _peer_of(descriptor) or _UNKNOWN_ADDRESS
+        host, port = _peer_of(descriptor) or ("", 0)
         self._unknown[descriptor] = Accepted(host, port)
         self._by_host[host] += 1
         if self._by_host[host] > self._most_of_one:
@@ -129,8 +121,7 @@ def _peer_of(descriptor: int) -> Accepted | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """A peer at the gate that waits for an answer."""
 
     envelope: list[bytes]
@@ -144,11 +135,11 @@ class Gate:
 
     Args:
         router: not bound yet.
-        keys: its own; None: no CURVE, and every peer is let in.
+        keys: this end's; None: no CURVE, and every peer is let in.
         allowed: public keys of the members.
         where: name of the ROUTER in messages.
         hold_s: how long an unknown peer waits for `allow` before it is refused.
-        clock: seconds, monotonic.
+        clock: monotonic.
     """
 
     def __init__(
@@ -230,25 +221,21 @@ class Gate:
             address = parts[5].decode("ascii", "replace").removeprefix("::ffff:") if len(parts) > 5 else "?"
             asked.append(_Asked(parts[:4], address, parts[8].hex() if is_curve else "", now_s + self._hold_s))
         for peer in asked:
-            if peer.key in self._allowed:
-                self._answer(requests, peer, b"200", b"")
-            elif peer.until_s > now_s and len(self._held) < _MOST_HELD:
+            if peer.key not in self._allowed and peer.until_s > now_s and len(self._held) < _MOST_HELD:
                 self._held.append(peer)
             else:
-                self._refuse(requests, peer)
+                self._answer(requests, peer)
         self.next_s = min((peer.until_s for peer in self._held), default=math.inf)
 
-    @staticmethod
-    def _answer(requests: Socket, peer: _Asked, status: bytes, text: bytes) -> None:
+    def _answer(self, requests: Socket, peer: _Asked) -> None:
+        is_member = peer.key in self._allowed
+        status, text = (b"200", b"") if is_member else (b"400", b"this key is not in the allow-list")
         requests.send_multipart([*peer.envelope, status, text, peer.key.encode(), b""], zmq.NOBLOCK)
-
-    def _refuse(self, requests: Socket, peer: _Asked) -> None:
-        self._answer(requests, peer, b"400", b"this key is not in the allow-list")
         message = (
             f"{self._where}: refused a connection from {peer.address}: its public key {peer.key} is not one of "
             f"the {len(self._allowed)} that may connect here"
         )
-        if self._refusals.warning(message):
+        if not is_member and self._refusals.warning(message):
             self._refused.append(message)
 
     # Failed connections
@@ -260,20 +247,17 @@ class Gate:
                 self._report(hung_up, "closed to make room for the next: too many connections have said nothing")
         elif event.kind == monitor.SUCCEEDED:
             self._num_taken_in += 1
-        elif event.kind == monitor.DISCONNECTED:
-            self._note_disconnected(event.value)
-        else:
+        elif event.kind != monitor.DISCONNECTED:
             self._failure = self._reason(event)
-
-    def _note_disconnected(self, descriptor: int) -> None:
-        failure, self._failure = self._failure, None
-        is_known, connection = self._connections.is_known(descriptor), self._connections.forget(descriptor)
-        if failure is None and not is_known and self._num_taken_in > 0:
-            self._num_taken_in -= 1
-        elif failure is None and not is_known:
-            failure = "connection closed before it sent anything, or it does not speak ZMQ's protocol"
-        if failure:
-            self._report(connection or _UNKNOWN_ADDRESS, failure)
+        else:
+            failure, self._failure = self._failure, None
+            is_known, connection = self._connections.is_known(event.value), self._connections.forget(event.value)
+            if failure is None and not is_known and self._num_taken_in > 0:
+                self._num_taken_in -= 1
+            elif failure is None and not is_known:
+                failure = "connection closed before it sent anything, or it does not speak ZMQ's protocol"
+            if failure:
+                self._report(connection or Accepted("", 0), failure)
 
     def _report(self, peer: Accepted, failure: str) -> None:
         self._warnings.warning(f"{self._where}: rejected a connection from {peer}: {failure}")

@@ -29,14 +29,9 @@ Accept = Callable[[bytes, LinkHello, str], LinkEnd]
 
 
 class Reception:
-    """Sorts messages that come in on the ROUTER by link.
+    """Sorts messages that come in on the ROUTER, which is bound, by link.
 
-    Args:
-        router: bound.
-        gate: decides who is let in.
-        accept: by link number, what makes this end of a link that a peer opens.
-        address: host:port that peers dial.
-        clock: seconds, monotonic.
+    `accept` has, by link number, what makes this end of a link that a peer opens; peers dial `address`, host:port.
     """
 
     def __init__(

@@ -50,24 +50,6 @@ class _Time(ctypes.Structure):
     _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
 
 
-class ReadableWait:
-    """Waits until a descriptor, which stays open, can be read; for one thread."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._ppoll = ctypes.CDLL(None, use_errno=True).ppoll
-        self._descriptor = _Descriptor(descriptor, _READABLE, 0)
-        self._time = _Time()
-        self._arguments = (ctypes.byref(self._descriptor), ctypes.c_ulong(1), ctypes.byref(self._time), None)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait; returns whether the descriptor can be read, or a signal came."""
-        self._time.s, self._time.ns = divmod(int(1e9 * timeout_s), 1_000_000_000)
-        number = int(self._ppoll(*self._arguments))
-        if number < 0 and ctypes.get_errno() != errno.EINTR:
-            raise OSError(ctypes.get_errno(), f"ppoll: {os.strerror(ctypes.get_errno())}")
-        return number != 0
-
-
 class Waker:
     """Lets any thread wake the thread that waits; many calls between two waits cost one system call."""
 
@@ -115,7 +97,9 @@ class WaitSet:
     def __init__(self, waker: Waker) -> None:
         self._epoll = select.epoll()
         self._epoll.register(waker.fileno(), select.EPOLLIN)
-        self._precise = ReadableWait(self._epoll.fileno())
+        self._ppoll = ctypes.CDLL(None, use_errno=True).ppoll
+        self._descriptor, self._time = _Descriptor(self._epoll.fileno(), _READABLE, 0), _Time()
+        self._arguments = (ctypes.byref(self._descriptor), ctypes.c_ulong(1), ctypes.byref(self._time), None)
         self._handlers: dict[Socket | int, Callable[[], None]] = {waker.fileno(): waker.clear}
         self._ready: Sequence[tuple[Any, int]] | None = None
 
@@ -133,9 +117,17 @@ class WaitSet:
         """Return when a socket has input, the waker was woken, or the time is over."""
         deadline_s = time.monotonic() + min(timeout_s, _MAX_WAIT_S)
         # A ZMQ descriptor also signals events internal to ZMQ, so look again before returning.
-        while not (ready := self._look()) and self._precise.wait(max(0.0, deadline_s - time.monotonic())):
+        while not (ready := self._look()) and self._has_signalled(max(0.0, deadline_s - time.monotonic())):
             pass
         self._ready = ready
+
+    def _has_signalled(self, timeout_s: float) -> bool:
+        """Wait for the epoll, or a signal to the process."""
+        self._time.s, self._time.ns = divmod(int(1e9 * timeout_s), 1_000_000_000)
+        number = int(self._ppoll(*self._arguments))
+        if number < 0 and ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), f"ppoll: {os.strerror(ctypes.get_errno())}")
+        return number != 0
 
     def serve(self) -> None:
         """Take the input that the last wait has found, or that is there now."""

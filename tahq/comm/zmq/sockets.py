@@ -89,10 +89,7 @@ def dial_curve(socket: Socket, keys: KeyPair, server_key: str) -> None:
 
 
 def peer_key(frame: zmq.Frame) -> str:
-    """The public key of who sent this frame, as a Gate has found it; "" if it came without CURVE.
-
-    Takes a frame that was received with ``copy=False``.
-    """
+    """The sender's public key, as a Gate has found it, of a frame received with ``copy=False``; "" without CURVE."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:

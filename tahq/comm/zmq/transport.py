@@ -154,11 +154,6 @@ class Arrival(NamedTuple):
     header: zmq.Frame
     payload: zmq.Frame
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both parts."""
-        return len(self.header) + len(self.payload)
-
 
 class DataEnd(LinkEnd):
     """One end of a link between neighbours, which carries frames."""
@@ -186,15 +181,9 @@ class DataEnd(LinkEnd):
         if self._wanted.has(frame.id):
             self.session.send(frame, now_s)
 
-    # `session` is looked up when these are called: another one may have taken its place since they were submitted.
-
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
-        """Post a receive."""
+        """Post a receive, with the session of now: it may be another than when this was submitted."""
         self.session.expect(id, max_nbytes)
-
-    def hold(self) -> None:
-        """Bear the peer's silence until it is replaced."""
-        self.session.hold()
 
     def publish(self) -> None:
         """Hand over frames that were expected, and say when no more will come."""
@@ -225,11 +214,7 @@ class DataEnd(LinkEnd):
         super().give_up(error)
 
     def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
-        """Continue with another process at the other end, which begins with these frames.
-
-        Raises:
-            FrameLogError: the log does not have them all.
-        """
+        """Continue with another process, which begins with these frames; FrameLogError if the log lacks some."""
         now_s = time.monotonic()
         session.take_over(self.session, now_s)
         self.spec, self.session, self.peer_key, self.obstacle = spec, session, peer_key, ""
@@ -237,11 +222,7 @@ class DataEnd(LinkEnd):
         self.widen(wanted.through)
 
     def widen(self, through: int | None) -> None:
-        """The peer has come further: send it the frames of the steps through this one; None: of all.
-
-        Raises:
-            FrameLogError: the log does not have them all.
-        """
+        """Also send the frames of the steps through this one (None: all); FrameLogError if the log lacks some."""
         before = self._wanted.through
         if before is None or (through is not None and through <= before):
             return
@@ -258,10 +239,7 @@ class ZmqTransport:
     payload_device = CPU
 
     def __init__(
-        self,
-        end: DataEnd,
-        piece_nbytes: int,
-        submit: Callable[[LinkEnd | None, Callable[[], None], bool], None],
+        self, end: DataEnd, piece_nbytes: int, submit: Callable[[LinkEnd | None, Callable[[], None], bool], None]
     ) -> None:
         self.link = end.spec.link
         self.end = end
@@ -278,17 +256,11 @@ class ZmqTransport:
         self._submit(self.end, partial(self.end.expect, id, max_nbytes), False)
         # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
         # commands after it has kept an early frame and before it waits, and we look the other way round.
-        if self.end.session.inbound.has_early:
+        if self.end.session.inbound.early:
             self._submit(None, lambda: None, True)
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; see Transport.send.
-
-        Raises:
-            LocalProtocolError: the frame cannot be sent, the link is closed, or too much is queued.
-            PeerLostError: the peer is gone.
-            RemoteProtocolError: the peer has broken the protocol before.
-        """
+        """Queue a frame; see Transport.send. LocalProtocolError: it cannot be sent, or too much is queued."""
         check_sendable(frame)
         self._check_usable()
         queued_nbytes = self.end.session.outbound.nbytes
@@ -329,11 +301,7 @@ class ZmqTransport:
 
     def fail(self, error: TahqError) -> None:
         """End the link with this error: `recv` raises it after what was delivered, and the peer is told."""
-
-        def give_up() -> None:
-            raise error
-
-        self._submit(self.end, give_up, True)
+        self._submit(self.end, partial(self.end.fail, error), True)
 
     def _check_usable(self) -> None:
         if self.end.inbox.error is not None:
