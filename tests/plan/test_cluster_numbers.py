@@ -11,6 +11,7 @@ from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, L
 from tahq.typed_yaml.mistakes import read_section
 
 TIMES = CodecTimes(encode_per_element=1e-9, decode_per_element=1e-9)
+THERE, BACK = (PathNumbers(source=one, target=other, rate=1e6) for one, other in ("ab", "ba"))
 
 
 def test_codecs_are_known_by_their_full_spec_however_they_are_written():
@@ -19,40 +20,30 @@ def test_codecs_are_known_by_their_full_spec_however_they_are_written():
 
 
 @pytest.mark.parametrize(
-    ("codecs", "message"),
+    ("kind", "values", "message"),
     [
-        ({"nonsense": TIMES}, "nonsense"),
-        ({"wf": TIMES, "wf:bits=4": TIMES}, "wf:bits=4 is wf:.* which is listed already"),
+        (HostNumbers, {"codecs": {"nonsense": TIMES}}, "nonsense"),
+        (HostNumbers, {"codecs": {"wf": TIMES, "wf:bits=4": TIMES}}, "wf:bits=4 is wf:.* which is listed already"),
+        (LayerTimes, {"block_forward": 0, "block_backward": 0}, "a block takes no time"),
+        (LayerTimes, {"block_backward": 2, "block_input_gradient": 3}, "at most block_backward, 2; got 3"),
+        (LayerTimes, {"block_forward": float("inf")}, "finite"),
+        (PathNumbers, {"rate": 1e6, "failure": "no route"}, "a to b has a rate and a failure"),
+        (ClusterNumbers, {"paths": [THERE, BACK, THERE]}, "a to b is listed 2 times"),
     ],
 )
-def test_codecs_that_there_are_not_or_twice_are_refused(codecs, message):
+def test_numbers_that_make_no_sense_are_refused(kind, values, message):
+    whole = {
+        HostNumbers: {"name": "a", "compute": host("a").compute},
+        LayerTimes: {"micro_batch": 1, "block_forward": 1, "block_backward": 2},
+        PathNumbers: {"source": "a", "target": "b"},
+        ClusterNumbers: {"hosts": [host("a"), host("b")]},
+    }
     with pytest.raises(ValidationError, match=message):
-        HostNumbers(name="a", compute=host("a").compute, codecs=codecs)
+        kind(**(whole[kind] | values))
 
 
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        ({"block_forward": 0, "block_backward": 0}, "a block takes no time"),
-        ({"block_forward": 1, "block_backward": 2, "block_input_gradient": 3}, "at most block_backward, 2; got 3"),
-        ({"block_forward": float("inf"), "block_backward": 2}, "finite"),
-    ],
-)
-def test_times_that_make_no_sense_are_refused(times, message):
-    with pytest.raises(ValidationError, match=message):
-        LayerTimes(micro_batch=1, **times)
-
-
-def test_a_path_either_carries_or_fails():
-    with pytest.raises(ValidationError, match="a to b has a rate and a failure"):
-        PathNumbers(source="a", target="b", rate=1e6, failure="no route")
-
-
-def test_a_path_is_listed_once():
-    there, back = (PathNumbers(source=one, target=other, rate=1e6) for one, other in ("ab", "ba"))
-    assert cluster(host("a"), host("b"), paths=[there, back]).paths == [there, back]
-    with pytest.raises(ValidationError, match="a to b is listed 2 times"):
-        ClusterNumbers(hosts=[host("a"), host("b")], paths=[there, back, there])
+def test_paths_there_and_back_are_two():
+    assert cluster(host("a"), host("b"), paths=[THERE, BACK]).paths == [THERE, BACK]
 
 
 FILE = """\

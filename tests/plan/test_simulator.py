@@ -15,9 +15,10 @@ from tahq.comm.link.frame import Direction
 from tahq.comm.link.spec import First
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.grid import Cell, render
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, uniform_costs
-from tahq.plan.simulate.simulator import SimulatedNetwork, Transfer, simulate
+from tahq.plan.simulate.simulator import SimulatedNetwork, Transfer, draw_grid, simulate
 
 ONE_BYTE_A_SECOND = HostCosts(uplink_bits_per_s=8.0, downlink_bits_per_s=8.0)
 
@@ -154,56 +155,13 @@ def test_one_micro_batch_crosses_a_slow_link():
     assert (gradient.direction, gradient.source, gradient.target, gradient.nbytes) == (Direction.BACKWARD, 1, 0, 3)
 
 
-def test_both_directions_share_an_uplink():
-    # the middle stage sends an activation down and a gradient up through one uplink
-    schedule = schedules.schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
-    hosts = [HostCosts(), HostCosts(uplink_bits_per_s=8.0), HostCosts()]
-    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
-    timeline = simulate(schedule, Costs(base.compute_s, [CutCosts(0, 10), CutCosts(10, 0)], hosts))
-    # 1F0 1–2 sends 10 bytes 2–12; 1F1 2–3 queues at 3 and sends 12–22; 2F0 12–13 2B0 13–14; 1B0 14–15
-    assert times(timeline, "1B0") == (14, 15)
-    gradient = next(t for t in timeline.transfers if (t.direction, t.cut, t.micro_batch) == (Direction.BACKWARD, 0, 0))
-    # its gradient is ready at 15 but stands behind the activation of micro-batch 1 until 22
-    assert (gradient.queued_s, gradient.start_s, gradient.delivered_s) == (15, 22, 32)
-
-
-def test_pieces_take_turns_on_a_shared_downlink():
-    # into stage 1: an activation of 10 bytes over a link that takes as long as the downlink (1 byte/s), and a
-    # gradient of 1 byte in the middle of it
-    hosts = [HostCosts(uplink_bits_per_s=8.0), HostCosts(downlink_bits_per_s=8.0), HostCosts()]
-    schedule = schedules.schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1")
-    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
-    cuts = [CutCosts(10, 0), CutCosts(0, 1)]
-    arrivals = {}
-    for piece_nbytes in (None, 1):
-        timeline = simulate(schedule, Costs(base.compute_s, cuts, hosts, piece_nbytes=piece_nbytes))
-        arrivals[piece_nbytes] = {
-            (t.direction, t.micro_batch): t.delivered_s for t in timeline.transfers if t.target == 1
-        }
-    # activation 0 through 1–11, 1F0 11–12, 2F0 12–13, 2B0 13–14; activation 1 is on the wire 11–21.
-    # whole frames: the gradient is through at 15, and then the activation is counted whole: 15 + 10
-    assert arrivals[None] == {
-        (Direction.FORWARD, 0): 11,
-        (Direction.BACKWARD, 0): 15,
-        (Direction.FORWARD, 1): 25,
-        (Direction.BACKWARD, 1): 29,
-    }
-    # bytes in turn: the downlink is never idle from 11 on and has 11 bytes to take: 22, the gradient by 16
-    assert arrivals[1][Direction.FORWARD, 1] == 22
-    assert 15 <= arrivals[1][Direction.BACKWARD, 0] <= 16
-
-
 @pytest.mark.parametrize("pieces", [None, 1, 4])
 @pytest.mark.parametrize(
     ("uplink", "path", "downlink", "arrival"),
     [
         # 12 bytes, computed at 1, latency 2: the slowest of the three alone says when the last one is there
-        (3.0, 1.0, 4.0, 15.0),
-        (1.0, 3.0, 4.0, 15.0),
-        (4.0, 3.0, 1.0, 15.0),
-        (1.0, math.inf, 1.0, 15.0),
-        (math.inf, 2.0, math.inf, 9.0),
-        (math.inf, math.inf, math.inf, 3.0),
+        *((3, 1, 4, 15), (1, 3, 4, 15), (4, 3, 1, 15), (1, math.inf, 1, 15)),
+        *((math.inf, 2, math.inf, 9), (math.inf, math.inf, math.inf, 3)),
     ],
 )
 def test_a_transfer_takes_the_slowest_of_uplink_path_and_downlink(pieces, uplink, path, downlink, arrival):
@@ -224,18 +182,6 @@ def test_a_slow_path_holds_up_no_other_path_of_its_sender():
     assert times(timeline, "2F0") == (14, 15)
     assert times(timeline, "0B0") == (18, 19)
     assert times(timeline, "2F1") == (26, 27)
-
-
-def test_each_cut_has_its_own_latency_and_rates():
-    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
-    cuts = [CutCosts(2, 2, latency_s=5), CutCosts(2, 2, latency_s=10, forward_bits_per_s=8.0, backward_bits_per_s=4.0)]
-    timeline = simulate(generate("gpipe", 3, 1), Costs(base.compute_s, cuts, base.hosts))
-    # 0F0 0–1, + 5; 1F0 6–7, 2 s on the path and 10 s of latency; 2F0 19–20, 2B0 20–21
-    assert times(timeline, "1F0") == (6, 7)
-    assert times(timeline, "2F0") == (19, 20)
-    # 4 s on the path, 10 s: 35; 1B0 35–36, 5 s: 0B0 41–42
-    assert times(timeline, "1B0") == (35, 36)
-    assert times(timeline, "0B0") == (41, 42)
 
 
 def test_two_cuts_between_the_same_hosts_share_their_path():
@@ -319,3 +265,41 @@ def test_any_step_obeys_its_resources(step):
         path = cut.forward_bits_per_s if forward else cut.backward_bits_per_s
         rate = min(path, costs.hosts[transfer.target].downlink_bits_per_s)
         assert transfer.delivered_s >= transfer.start_s + cut.latency_s + 8 * transfer.nbytes / rate - 1e-9
+
+
+# -- the picture ---------------------------------------------------------------------------------
+
+
+def test_grid_draws_backwards_twice_as_wide_and_keeps_labels_apart():
+    assert draw_grid(generate("1f1b", 2, 2)).splitlines() == [
+        "stage 0  0F0 0F1 .   .   0B0---- .   0B1----",
+        "stage 1  .   1F0 1B0---- 1F1 1B1---- .   .",
+    ]
+    assert "0F10 0B0------ 0B1" in draw_grid(generate("gpipe", 1, 11))
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 80, 100])
+def test_grid_is_cut_at_the_terminal_with_a_note(width):
+    whole = draw_grid(generate("1f1b", 4, 8)).splitlines()
+    *rows, note = draw_grid(generate("1f1b", 4, 8), width).splitlines()
+    assert all(len(row) <= width for row in rows)
+    assert all(whole_row.startswith(row) for row, whole_row in zip(rows, whole, strict=True))
+    # 4 stages and 8 micro-batches take (8 + 4 - 1) * 3 slots
+    assert "of 33 time slots shown" in note
+    needed = int(note.split("needs ")[1].split()[0])
+    assert draw_grid(generate("1f1b", 4, 8), needed).splitlines() == whole
+
+
+def test_grid_of_a_simulated_step_is_to_scale():
+    # 3 s for the activation's bytes, 1 s for the gradient's
+    costs = uniform_costs(2, 2, forward_s=1, backward_s=2, cut=CutCosts(3, 1), host=ONE_BYTE_A_SECOND)
+    assert draw_grid(simulate(generate("1f1b", 2, 1), costs)).splitlines() == [
+        "stage 0  0F0 .   .   .   .   .   .   .   0B0----",
+        "stage 1  .   .   .   .   1F0 1B0---- .   .   .",
+    ]
+
+
+def test_render_marks_a_cell_and_of_nothing_gives_the_names():
+    picture = render([Cell(0, 0, 1, "0F0"), Cell(1, 1, 2, "1F0", marked=True)], ["a ", "b "])
+    assert picture.splitlines() == ["a 0F0   .", "b .     >1F0<"]
+    assert render([], ["a", "b"]).splitlines() == ["a", "b"]

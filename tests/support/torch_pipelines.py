@@ -3,7 +3,6 @@
 Also the same training without a pipeline, with the codec put by hand where ranks meet.
 """
 
-import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed import pipelining
@@ -45,19 +45,10 @@ RATE = 0.1
 class Case:
     """One training.
 
-    Attributes:
-        schedule: a key of SCHEDULES.
-        ranks: of the world, in the order of the pipeline.
-        activations, gradients: codec specs.
-        with_others: whether integers, a float that no codec makes shorter, and a mask of floats cross beside the
-            activations.
-        dtype: of weights and activations.
-        first_step: the first step's number.
-        is_subclass: whether stages have a class of their own.
-        is_static: whether torch is told the shapes, and asks for none.
-        has_refused_steps: whether the first stage's rank gives each step too few samples first, which torch refuses.
-        is_evaluated_first: whether an evaluation comes before all training.
-        micro_batches: into how many each step divides its batch; another number is another schedule's.
+    with_others: integers, a float that no codec makes shorter, and a mask of floats cross beside the activations.
+    is_subclass: stages have a class of their own. is_static: torch is told the shapes, and asks for none.
+    has_refused_steps: the first stage's rank gives each step too few samples first, which torch refuses.
+    micro_batches: into how many each step divides its batch; another number is another schedule's.
     """
 
     schedule: str
@@ -94,12 +85,7 @@ class OwnStage(pipelining.PipelineStage):
 
 
 class Piece(nn.Module):
-    """One stage's layers; made of its number alone.
-
-    Args:
-        number: the stage.
-        case: how many there are, and whether other tensors go along.
-    """
+    """One stage's layers."""
 
     def __init__(self, number: int, case: Case) -> None:
         super().__init__()
@@ -110,26 +96,15 @@ class Piece(nn.Module):
         self._with_others = case.with_others
         self._is_last = number == case.num_stages - 1
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        places: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(self, x: torch.Tensor, places: Any = None, scale: Any = None, mask: Any = None) -> Any:
         if places is None:
             places, scale = torch.arange(x.shape[1]).expand(x.shape[0], -1).contiguous(), x[:, :1, :1].abs() + 1
             mask = torch.full(x.shape, -torch.inf, dtype=x.dtype).triu(8)
         y = functional.tanh(functional.linear(x, self.weight, self.bias))
-        if not self._with_others or scale is None or mask is None:
+        if not self._with_others:
             return y
         y = (y * scale + (places % 3).to(y.dtype)[..., None]) * mask.exp()
         return y if self._is_last else (y, places, scale, mask)
-
-
-def pieces(case: Case) -> list[Piece]:
-    """All stages' layers."""
-    return [Piece(stage, case) for stage in range(case.num_stages)]
 
 
 def batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +154,7 @@ class PlainTraining:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._pieces = pieces(case)
+        self._pieces = [Piece(stage, case) for stage in range(case.num_stages)]
 
     def results(self) -> dict[str, Any]:
         """What `train` gives, of all stages."""
@@ -238,19 +213,13 @@ def train(case: Case, group: distributed.ProcessGroup) -> dict[str, Any]:
     for step in range(STEPS):
         schedule = schedules[case.micro_batches[step]]
         if case.has_refused_steps and stages[0].is_first:
-            _give_too_few(schedule, case)
+            with pytest.raises(ValueError):  # the caller of a schedule goes on after an error of its own
+                schedule.step(batch(case, 0)[0][:1])
         losses = _run(schedule.step, stages, batch(case, step))
         steps.append({"losses": losses, "gradients": {stage.stage_index: update(stage.submod) for stage in stages}})
         if case.has_evaluation:
             evaluated.append(_evaluate(schedule, case, stages))
     return {"steps": steps, "eval": evaluated}
-
-
-def _give_too_few(schedule: Any, case: Case) -> None:
-    """The caller of a schedule goes on after an error of its own."""
-    with contextlib.suppress(ValueError):
-        schedule.step(batch(case, 0)[0][:1])
-        raise AssertionError("torch took one sample for several micro-batches")
 
 
 @torch.no_grad()
@@ -267,8 +236,8 @@ def _stage(case: Case, number: int, group: distributed.ProcessGroup) -> pipelini
 def _shapes(case: Case, number: int) -> dict[str, tuple[torch.Tensor, ...]]:
     """What a user gives who tells torch of all tensors and which of them have gradients."""
     inputs, outputs = (), (torch.zeros(SHAPE, dtype=case.dtype),)
-    for piece in pieces(case)[: number + 1]:
-        inputs, output = outputs, piece(*outputs)
+    for stage in range(number + 1):
+        inputs, output = outputs, Piece(stage, case)(*outputs)
         tensors = output if isinstance(output, tuple) else (output,)
         outputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
     return {"input_args": inputs, "output_args": outputs}
@@ -302,9 +271,8 @@ def disagree(group: distributed.ProcessGroup) -> str:
 
 def run_world(cases: dict[str, Case], folder: Path) -> None:
     """Start the ranks, which write what they found to `folder`, and wait for them."""
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # one process imports torch, and forks the ranks before any thread is
+    # one process imports torch, and forks the ranks before any thread is
+    context = multiprocessing.get_context("spawn")
     parent = context.Process(target=_fork_ranks, args=(cases, folder))
     parent.start()
     parent.join()

@@ -1,18 +1,20 @@
-"""Timing the parts of real models on this machine's CPU, and codecs."""
+"""Timing the parts of real models on this machine's CPU, codecs, and a worker's answers to measuring orders."""
+
+import socket
 
 import pytest
 import torch
 from support.runs import tiny
 
+from tahq.comm.control.messages import Assign, MeasureCompute, MeasurePaths
 from tahq.config.cluster import ClusterConfig
-from tahq.errors import CodecError
+from tahq.errors import RemoteProtocolError
 from tahq.memory.coat.fp8_linear import OutputGradient
-from tahq.memory.free_memory import free_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig
 from tahq.worker import measuring
-from tahq.worker.measuring import ComputeMeasurement, DeviceTimer, seconds_per_element
+from tahq.worker.measuring import ComputeMeasurement, DeviceTimer, MeasuringMember, seconds_per_element
 
 CPU = torch.device("cpu")
 
@@ -37,16 +39,8 @@ def test_every_part_takes_time_and_the_input_gradient_is_part_of_the_backward():
     times, said = times_of(configured())
     assert times.micro_batch == 2
     assert 0 < times.block_input_gradient <= times.block_backward
-    assert all(
-        value > 0
-        for value in (
-            times.block_forward,
-            times.first_forward,
-            times.first_backward,
-            times.last_forward,
-            times.last_backward,
-        )
-    )
+    ends = (times.first_forward, times.first_backward, times.last_forward, times.last_backward)
+    assert min(times.block_forward, *ends) > 0
     assert said == [f"timing {part}, micro-batches of 2" for part in ("a block", "the embedding", "the head")]
 
 
@@ -100,16 +94,81 @@ def test_codecs_take_time_both_ways(spec):
     assert 0 < decode_s < 1e-3
 
 
-def test_a_codec_that_does_not_run_here_says_so():
-    with pytest.raises(CodecError, match="triton"):
-        seconds_per_element("fixed:bits=4", WireConfig(backend="triton"), (2, 32, 64), CPU)
-
-
-def test_free_memory_is_some():
-    assert 2**20 < free_bytes(CPU) < 2**50
-
-
 def test_medians_are_of_each_lap_but_the_first():
     laps = iter([(100.0, 100.0), (1.0, 6.0), (3.0, 5.0), (2.0, 4.0)])
     clock = iter([0.0, 1.0])
     assert DeviceTimer(CPU, lambda: next(clock)).medians_s(lambda: next(laps)) == (2.0, 5.0)
+
+
+# -- orders --------------------------------------------------------------------------------------
+
+CONFIG = ClusterConfig.model_validate(tiny(model={"vocab_size": 256, "num_layers": 2}, pipeline={"stages": 2}))
+RAW = "raw:dtype=fp32"
+
+
+@pytest.fixture
+def members():
+    listening = ("127.0.0.1:0", None)
+    assigned = [Assign(stage, 7, "", "", is_measuring=True) for stage in range(2)]
+    made = [MeasuringMember(assign, CONFIG, CPU, listening, lambda activity: None) for assign in assigned]
+    with made[0], made[1]:
+        yield made
+
+
+def order_to(*peers, least_s=0.2):
+    return MeasurePaths(5, [list(peer) for peer in peers], least_s, 0.4)
+
+
+def test_compute_is_timed_for_every_size(members):
+    figures = members[1].carry_out(MeasureCompute([4, 2, 2], [RAW]))
+    assert [row["micro_batch"] for row in figures.times] == [2, 4]
+    assert (figures.stage, list(figures.codecs), figures.notes) == (1, [RAW], [])
+    assert figures.memory_bytes > 0
+
+
+def test_a_size_that_does_not_fit_is_left_out_with_a_note(members):
+    figures = members[0].carry_out(MeasureCompute([2, 2**40], []))
+    assert [row["micro_batch"] for row in figures.times] == [2]
+    assert figures.notes == [f"micro-batches of {2**40} do not fit into the memory of cpu"]
+
+
+def test_a_codec_that_does_not_run_here_is_left_out_with_a_note():
+    config = CONFIG.model_copy(update={"wire": WireConfig(backend="triton")})
+    assign = Assign(0, 7, "", "", is_measuring=True)
+    with MeasuringMember(assign, config, CPU, ("127.0.0.1:0", None), lambda activity: None) as member:
+        figures = member.carry_out(MeasureCompute([2], ["fixed:bits=8,group=64,round=nearest", RAW]))
+    assert list(figures.codecs) == [RAW]
+    assert len(figures.notes) == 1
+    assert "triton" in figures.notes[0]
+
+
+def test_path_has_a_round_trip_and_two_rates(members):
+    figures = members[1].carry_out(order_to((0, "host0", members[0].address)))
+    assert (figures.stage, figures.order, figures.error) == (1, 5, "")
+    assert [len(row) for row in (figures.round_trips, figures.outward, figures.inward)] == [1, 1, 1]
+
+
+def test_unreachable_peer_is_reported(members):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = f"127.0.0.1:{taken.getsockname()[1]}"
+    figures = members[1].carry_out(order_to((0, "host0", gone)))
+    assert figures.error == f"host0 ({gone}): Connection refused"
+    assert figures.round_trips == figures.outward == figures.inward == []
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        MeasureCompute([], []),
+        MeasureCompute([0], []),
+        order_to(),
+        order_to((0, "host0", "127.0.0.1:1"), least_s=1.0),
+        order_to((0, "host0", "")),
+        order_to(("0", "host0", "127.0.0.1:1")),
+        order_to((0, "host0")),
+        MeasurePaths(1, [[0, "host0", "127.0.0.1:1"]], 0.1, 1e9),
+    ],
+)
+def test_malformed_order_is_a_remote_protocol_error(members, order):
+    with pytest.raises(RemoteProtocolError):
+        members[0].carry_out(order)
