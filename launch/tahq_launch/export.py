@@ -7,10 +7,7 @@ A run's folder is enough: at each start `keep_source` copies what export needs o
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
@@ -25,7 +22,6 @@ from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manife
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq_launch.start.run_folder import RunFolder
 
-MODEL_PREFIX = "model/"
 _TOKENIZER = "tokenizer"
 _MAX_TOKENIZER_NBYTES = 2**28
 
@@ -68,19 +64,10 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
     folder, manifest = _checkpoint(RunFolder(run), step)
     config = config_from_json(json.dumps(manifest.config))
     spec, tokenizer = _source(RunFolder(run), config)
-    num_parameters = 0
-
-    def counted(reader: SnapshotReader) -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal num_parameters
-        for name in sorted(reader.names()):
-            if name.startswith(MODEL_PREFIX):
-                canonical = name.removeprefix(MODEL_PREFIX)
-                tensor = snapshot_weight(canonical, reader.tensor)
-                num_parameters += tensor.numel()
-                yield canonical, tensor
-
     with contextlib.closing(SnapshotReader(folder, manifest.sha256)) as reader:
-        export_folder(spec, counted(reader), out, tokenizer, max_shard_nbytes)
+        num_parameters = export_folder(
+            spec, lambda name: snapshot_weight(name, reader.tensor), out, tokenizer, max_shard_nbytes
+        )
     print(f"{out}: the model of {run} after step {manifest.step}, {num_parameters:,} parameters")
     if note := untying_note(config.model, spec):
         print(f"note: {note}")

@@ -81,10 +81,8 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
         )
         dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
-        texts = read_pairs(find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl"))
-        pairs = encode_pairs(texts, tokenizer)
-        _warn_of_cuts(texts, pairs, config.seq_len)
-        dataset = PairDataset(pairs, hash_pairs(texts), config, tokenizer)
+        files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
+        dataset = PairDataset(_read_pairs(files), config, tokenizer)
     if config.validation > 0 and dataset.num_validation_samples == 0:
         _log.warning("validation: %g of this little data is not one sample; nothing is held out", config.validation)
     return dataset
@@ -95,10 +93,6 @@ class Region(NamedTuple):
 
     start: int
     stop: int
-
-    def num_windows(self, seq_len: int) -> int:
-        """Windows of `seq_len` tokens, each with the token after it as its last label."""
-        return max(self.stop - self.start - 1, 0) // seq_len
 
 
 def split_tokens(num_tokens: int, validation: float) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
@@ -130,7 +124,8 @@ class WindowIndex:
     """Consecutive windows of `seq_len` tokens in regions, numbered through."""
 
     def __init__(self, regions: tuple[Region, ...], seq_len: int) -> None:
-        counts = [region.num_windows(seq_len) for region in regions]
+        # each with the token after it as its last label
+        counts = [max(region.stop - region.start - 1, 0) // seq_len for region in regions]
         self._seq_len = seq_len
         self._starts = [region.start for region in regions]
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -182,27 +177,8 @@ class TextPair(NamedTuple):
     """``file:line``, for messages."""
 
 
-class TokenPairs:
-    """All pairs, end to end: pair i is tokens[starts[i]:starts[i+1]], its first prompt_lens[i] the prompt."""
-
-    def __init__(self, tokens: TokenArray, starts: I64, prompt_lens: I64) -> None:
-        self.tokens, self.starts, self.prompt_lens = tokens, starts, prompt_lens
-        self.lengths = np.diff(starts)
-
-    def __len__(self) -> int:
-        return len(self.prompt_lens)
-
-    def tokens_of(self, index: int) -> TokenArray:
-        """Prompt, response and end of pair `index`."""
-        return self.tokens[self.starts[index] : self.starts[index + 1]]
-
-
-def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
-    """Every pair of JSON Lines files, in order; blank lines and other keys are skipped.
-
-    Raises:
-        DataError: a line is not such an object (the message has file and line), or there are no lines.
-    """
+def _read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
+    """Every pair of JSON Lines files, in order; blank lines and other keys are skipped."""
     pairs = [
         _parse_line(line, f"{file.path}:{number}")
         for file in files
@@ -212,25 +188,6 @@ def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
     if not pairs:
         raise DataError(f"data.jsonl: {len(files)} files hold no line, first {files[0].path}")
     return pairs
-
-
-def hash_pairs(pairs: Sequence[TextPair]) -> str:
-    """Hex BLAKE2b over prompts and responses with their lengths, not over file names."""
-    return hash_documents(text for pair in pairs for text in (pair.prompt, pair.response))
-
-
-def encode_pairs(pairs: Sequence[TextPair], tokenizer: Tokenizer) -> TokenPairs:
-    """Token ids of all pairs."""
-    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
-    prompts = tokenizer.encode_all([pair.prompt for pair in pairs])
-    responses = tokenizer.encode_all([pair.response for pair in pairs])
-    ending = np.array(end, dtype=prompts[0].dtype)
-    prompts = [prompt if len(prompt) else ending for prompt in prompts]
-    rows = [part for pair in zip(prompts, responses, strict=True) for part in (*pair, ending)]
-    prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    lengths = prompt_lens + np.array([len(response) + len(end) for response in responses], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return TokenPairs(np.concatenate(rows), starts, np.maximum(prompt_lens, 1))
 
 
 def _parse_line(line: bytes, place: str) -> TextPair:
@@ -260,39 +217,61 @@ def _text_of(record: dict[str, object], key: str, place: str) -> str:
 
 
 class PairDataset(Dataset):
-    """Prompts and responses, one pair per sample, with loss on the response and the end after it."""
+    """Prompts and responses, one pair per sample, with loss on the response and the end after it.
 
-    def __init__(self, pairs: TokenPairs, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
+    The tokens of all pairs lie end to end: pair i is tokens[starts[i]:starts[i + 1]], its first prompt_lens[i] the
+    prompt.
+    """
+
+    def __init__(self, texts: Sequence[TextPair], config: DataConfig, tokenizer: Tokenizer) -> None:
+        content_hash = hash_documents(text for pair in texts for text in (pair.prompt, pair.response))
         super().__init__("pairs", content_hash, config, tokenizer)
-        self._pairs = pairs
         self._filler = tokenizer.end_of_document or 0
-        held_out = np.zeros(len(pairs), dtype=bool)
-        held_out[split_records(len(pairs), config.validation)] = True
-        usable = is_scored(pairs, self.seq_len)
+        self._encode(texts, tokenizer)
+        lengths = np.diff(self._starts)
+        # with at least one token of the response among the labels
+        usable = (self._prompt_lens <= self.seq_len) & (lengths > self._prompt_lens)
+        held_out = np.zeros(len(texts), dtype=bool)
+        held_out[split_records(len(texts), config.validation)] = True
         training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
         self._order = np.concatenate([training, validation])
         self.num_train_samples, self.num_validation_samples = len(training), len(validation)
         if not self.num_train_samples:
             raise DataError(
-                f"none of {len(pairs)} pairs is left to train on: {int(usable.sum())} have a prompt short enough for "
+                f"none of {len(texts)} pairs is left to train on: {int(usable.sum())} have a prompt short enough for "
                 f"seq_len {self.seq_len} to reach the response, {len(validation)} of them are held out for validation"
             )
+        if not usable.all():
+            _log.warning(
+                "%d of %d pairs are left out, because their prompt fills seq_len %d or their response is empty; "
+                "first %s", (~usable).sum(), len(texts), self.seq_len, texts[int(usable.argmin())].place,
+            )  # fmt: skip
+        if num_cut := int((usable & (lengths > self.seq_len + 1)).sum()):
+            _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(texts), self.seq_len)
+
+    def _encode(self, texts: Sequence[TextPair], tokenizer: Tokenizer) -> None:
+        end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+        prompts = tokenizer.encode_all([pair.prompt for pair in texts])
+        responses = tokenizer.encode_all([pair.response for pair in texts])
+        ending = np.array(end, dtype=prompts[0].dtype)
+        rows = [
+            (prompt if len(prompt) else ending, response, ending)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        self._tokens = np.concatenate([part for row in rows for part in row])
+        self._starts = np.cumsum([0, *(sum(map(len, row)) for row in rows)], dtype=np.int64)
+        self._prompt_lens = np.array([max(len(row[0]), 1) for row in rows], dtype=np.int64)
 
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
         """See `Dataset.gather`."""
         tokens = np.full((len(sample_ids), self.seq_len), self._filler, dtype=np.int64)
         labels = np.full_like(tokens, NO_LOSS)
         for row, number in enumerate(self._order[sample_ids]):
-            pair = self._pairs.tokens_of(number)[: self.seq_len + 1]
-            scored_from = self._pairs.prompt_lens[number] - 1
+            pair = self._tokens[self._starts[number] : self._starts[number + 1]][: self.seq_len + 1]
+            scored_from = self._prompt_lens[number] - 1
             tokens[row, : min(len(pair), self.seq_len)] = pair[: self.seq_len]
             labels[row, scored_from : len(pair) - 1] = pair[scored_from + 1 :]
         return tokens, labels
-
-
-def is_scored(pairs: TokenPairs, seq_len: int) -> npt.NDArray[np.bool_]:
-    """Which pairs have at least one token of the response among their labels."""
-    return (pairs.prompt_lens <= seq_len) & (pairs.lengths > pairs.prompt_lens)
 
 
 def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
@@ -307,14 +286,3 @@ def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokeniz
     cache_key = tokenizer.cache_key
     tokens = encode() if cache_key is None else cached_tokens(f"{content_hash} {cache_key}", encode)
     return WindowDataset(TokenStream([tokens], ["data.text"]), content_hash, config, tokenizer)
-
-
-def _warn_of_cuts(texts: list[TextPair], pairs: TokenPairs, seq_len: int) -> None:
-    scored = is_scored(pairs, seq_len)
-    if not scored.all():
-        _log.warning(
-            "%d of %d pairs are left out, because their prompt fills seq_len %d or their response is empty; first %s",
-            (~scored).sum(), len(pairs), seq_len, texts[int(scored.argmin())].place,
-        )  # fmt: skip
-    if num_cut := int((scored & (pairs.lengths > seq_len + 1)).sum()):
-        _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(pairs), seq_len)

@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -46,50 +46,39 @@ def copy_generation_config(source: Path, out: Path) -> None:
 
 def export_folder(
     spec: ModelSpec,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    read: Callable[[str], torch.Tensor],
     out: Path,
     tokenizer: SavedTokenizer | None,
     max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
-) -> None:
+) -> int:
     """Write a folder, new or empty, that `AutoModelForCausalLM.from_pretrained` loads with the same logits.
 
     config.json has `tie_word_embeddings: false`, since embedding and head are two parameters; under `tie: sync` they
     are equal, so it has true and the head is left out. A model without an end-of-sequence token gets the tokenizer's.
-    generation_config.json is copied from the model's folder.
+    generation_config.json is copied from the model's folder. Returns the number of trained parameters.
 
     Args:
-        tensors: (canonical name, tensor) of every parameter once, in any order; consumed one by one.
+        spec, out: the model, and the folder.
+        read: canonical name -> parameter, fp32; called for one at a time.
         tokenizer: saved into the folder, if there is one.
         max_shard_nbytes: bytes of tensors per file, unless one tensor alone has more.
-        spec, out: the model, and the folder.
 
     Raises:
         UserError: `out` is not empty.
-        ModelError: a parameter that is missing, unknown, duplicate or of another shape.
+        ModelError: a parameter of another shape.
     """
+    shapes = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
+    num_parameters = sum(shape.numel() for shape in shapes.values())
+    if spec.tie == "sync":
+        del shapes[HEAD_WEIGHT]
     with _appearing_whole(out) as folder:
-        left_out = HEAD_WEIGHT if spec.tie == "sync" else None
-        kept = ((name, tensor) for name, tensor in _complete(spec, tensors) if name != left_out)
-        _write_shards(folder, kept, max_shard_nbytes)
+        _write_shards(folder, shapes, read, max_shard_nbytes)
         _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document)
         if spec.folder is not None:
             copy_generation_config(spec.folder, folder)
         if tokenizer is not None:
             tokenizer.save(folder)
-
-
-def _complete(spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, each checked as it passes; raises at the end if one is missing."""
-    missing = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
-    for name, tensor in tensors:
-        shape = missing.pop(name, None)
-        if shape is None:
-            raise ModelError(f"cannot export {name}: the model has no such parameter, or it is a duplicate")
-        if tensor.shape != shape:
-            raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, expected {list(shape)}")
-        yield name, tensor
-    if missing:
-        raise ModelError(f"cannot export: {len(missing)} parameters are missing, first {next(iter(missing))}")
+    return num_parameters
 
 
 def _write_config(spec: ModelSpec, folder: Path, eos: int | None) -> None:
@@ -102,38 +91,34 @@ def _write_config(spec: ModelSpec, folder: Path, eos: int | None) -> None:
     config.save_pretrained(folder)
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_nbytes: int) -> None:
-    """Write files of at most that size, unless one tensor alone has more, and an index if there are several."""
+def _write_shards(
+    folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[str], torch.Tensor], max_nbytes: int
+) -> None:
+    """Write the parameters to one file, or to several and an index."""
     shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-    pending_nbytes = total_nbytes = 0
-
-    def part(number: int) -> Path:
-        return folder / f"part-{number:05d}.safetensors"
-
-    def flush() -> None:
-        shards.append(list(pending))
-        save_file(pending, part(len(shards)), metadata={"format": "pt"})
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and pending_nbytes + tensor.nbytes > max_nbytes:
-            flush()
-            pending_nbytes = 0
-        pending[name] = tensor.detach().cpu().contiguous()
-        pending_nbytes += tensor.nbytes
-        total_nbytes += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        part(1).rename(folder / SINGLE_FILE)
-        return
+    nbytes = 0
+    for name, shape in shapes.items():
+        nbytes += 4 * shape.numel()
+        if nbytes > max_nbytes or not shards:
+            shards.append([])
+            nbytes = 4 * shape.numel()
+        shards[-1].append(name)
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        part(number).rename(folder / file)
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE_FILE
+        tensors = {name: _checked(name, read(name), shapes[name]) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_nbytes}, "weight_map": file_of}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(shards) > 1:
+        total = sum(4 * shape.numel() for shape in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _checked(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if tensor.shape != shape:
+        raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, expected {list(shape)}")
+    return tensor.detach().cpu().float().contiguous()
 
 
 @contextmanager

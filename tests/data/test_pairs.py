@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import PairDataset, TextPair, encode_pairs, hash_pairs, load_dataset
+from tahq.data.dataset import PairDataset, TextPair, load_dataset
 from tahq.data.tokenizer import BytesTokenizer, load_tokenizer
 from tahq.errors import DataError
 
@@ -76,7 +76,7 @@ class Endless(BytesTokenizer):
 def test_labels_are_the_response_after_the_prompt_for_any_pairs(pairs, seq_len, endless):
     tokenizer = Endless() if endless else BytesTokenizer()
     end = [] if endless else [0]
-    encoded = encode_pairs([TextPair(*texts, place="") for texts in pairs], tokenizer)
+    texts = [TextPair(*pair, place="") for pair in pairs]
     config = DataConfig(jsonl="x", seq_len=seq_len, validation=0.0)
     expected = []
     for prompt, response in pairs:
@@ -88,9 +88,9 @@ def test_labels_are_the_response_after_the_prompt_for_any_pairs(pairs, seq_len, 
             expected.append(((whole + [0] * seq_len)[:seq_len], row))
     if not expected:
         with pytest.raises(DataError, match="left to train on"):
-            PairDataset(encoded, "", config, tokenizer)
+            PairDataset(texts, config, tokenizer)
         return
-    dataset = PairDataset(encoded, "", config, tokenizer)
+    dataset = PairDataset(texts, config, tokenizer)
     tokens, labels = dataset.gather(np.arange(dataset.num_train_samples))
     assert list(zip(tokens.tolist(), labels.tolist(), strict=True)) == expected
 
@@ -144,10 +144,8 @@ def test_extra_keys_and_windows_line_ends_are_ignored(load):
     assert load([json.dumps({**pair("a", "b"), "source": 7}) + "\r"]).num_train_samples == 1
 
 
-def test_hash_depends_on_where_prompt_and_response_meet():
-    hashes = {hash_pairs([TextPair(p, r, "")]) for p, r in (("ab", "c"), ("a", "bc"), ("", "abc"))}
-    assert len(hashes) == 3
-    assert hash_pairs([TextPair("a", "b", "x:1")]) == hash_pairs([TextPair("a", "b", "y:2")])
+def test_fingerprint_depends_on_where_prompt_and_response_meet(load):
+    assert len({load([pair(*texts)]).fingerprint for texts in (("ab", "c"), ("a", "bc"), ("", "abc"))}) == 3
 
 
 def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(jsonl_file, bpe_folder):

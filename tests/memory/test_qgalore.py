@@ -137,7 +137,7 @@ def test_random_weights_do_not_depend_on_the_cut():
 @pytest.mark.parametrize(("family", "ends"), [("gpt2", "fp32"), ("llama", "int8")])
 def test_a_folder_of_weights_is_rounded_to_nearest(family, ends, tmp_path):
     plain, covered = slices(family, ends=ends)
-    export_folder(plain.spec, plain.canonical_parameters().items(), tmp_path / "model", None)
+    export_folder(plain.spec, plain.canonical_parameters().__getitem__, tmp_path / "model", None)
     read = low_rank_slice(load_spec(ModelConfig(path=str(tmp_path / "model")), vocab_size=64, seq_len=16), ends=ends)
     for name, weight in low_rank_weights(read).items():
         assert torch.equal(weight.storage.codes, low_rank_weights(covered)[name].storage.codes)
