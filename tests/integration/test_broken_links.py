@@ -12,7 +12,7 @@ from tahq_netem.runtimes.session import SessionRequest
 from tahq_netem.runtimes.tahq_runtime import TahqSession
 from tahq_netem.sweep.points import NetworkChoice
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.acceptance, pytest.mark.timeout(180)]
 
 NUM_STEPS = 8
 FAULTS = """

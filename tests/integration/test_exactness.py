@@ -33,7 +33,7 @@ PIPELINES = [
     {"stages": 1, "schedule": "gpipe"},
     {"stages": 2, "schedule": "1f1b"},
     {"stages": 4, "schedule": "1f1b", "in_flight": [4, 3, 3, 2]},
-    {"stages": 4, "schedule": "gpipe"},
+    pytest.param({"stages": 4, "schedule": "gpipe"}, marks=pytest.mark.acceptance),
     {"stages": 3, "schedule": "zero-bubble"},
     {"stages": 2, "schedule": "interleaved", "chunks": 2},
 ]
@@ -82,9 +82,9 @@ def uncut_fp8() -> PlainRun:
 @pytest.mark.parametrize(
     ("pipeline", "training"),
     [
-        ({"stages": 1, "schedule": "gpipe"}, {}),
+        pytest.param({"stages": 1, "schedule": "gpipe"}, {}, marks=pytest.mark.acceptance),
         ({"stages": 2, "schedule": "zero-bubble"}, {}),
-        ({"stages": 4}, {"activation_checkpointing": "block"}),
+        pytest.param({"stages": 4}, {"activation_checkpointing": "block"}, marks=pytest.mark.acceptance),
     ],
     ids=["1", "2, split backward", "4, checkpointed"],
 )
@@ -100,6 +100,7 @@ def test_fp8_flow_is_resumed_to_the_bit(tmp_path, uncut_fp8):
     assert_equal_to_the_bit(run, uncut_fp8)
 
 
+@pytest.mark.acceptance
 def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp8):
     training = {"steps": 8, "lr": 3e-3}
     run = train(tmp_path, tiny(**COAT, wire=LOSSY, training=training))

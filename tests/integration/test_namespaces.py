@@ -76,30 +76,28 @@ def test_two_stages_have_the_same_losses_over_a_measured_network(tmp_path):
     assert all(row["step_time_s"] > 4 * DELAY_S for row in over_network.metrics)
 
 
-def test_each_worker_has_a_host_and_all_are_removed_on_sigterm(training):
-    stages = workers(training.pid)
+def test_each_worker_has_a_host_where_it_is_started_again_and_all_are_removed_on_sigterm(training):
     own = os.readlink("/proc/self/ns/net")
-    places = {os.readlink(f"/proc/{pid}/ns/net") for pid in stages}
-    assert len(places) == 2
-    assert own not in places
-    assert os.readlink(f"/proc/{training.pid}/ns/net") == own
 
-    training.send_signal(signal.SIGTERM)
-    _, stderr = training.communicate(timeout=60)
-    assert training.returncode == 143, stderr
-    assert "--resume" in stderr
-    assert not any(map(is_alive, stages))
-    assert namespaces_of(training.pid) == []
+    def places() -> set[str]:
+        return {os.readlink(f"/proc/{pid}/ns/net") for pid in workers(training.pid)}
 
-
-def test_killed_worker_is_restarted_in_its_network(training):
     before = workers(training.pid)
+    hosts = places()
+    assert len(hosts) == 2
+    assert own not in hosts
+    assert os.readlink(f"/proc/{training.pid}/ns/net") == own
     os.kill(before[0], signal.SIGKILL)
     wait_until(lambda: len(set(workers(training.pid)) - {before[0]}) == len(before), 30, "the worker is started again")
-    training.send_signal(signal.SIGINT)
+    stages = workers(training.pid)
+    assert places() == hosts
+
+    training.send_signal(signal.SIGTERM)
     stdout, stderr = training.communicate(timeout=60)
-    assert training.returncode == 130, stderr
+    assert training.returncode == 143, stderr
+    assert "--resume" in stderr
     assert "SIGKILL" in stdout
+    assert not any(map(is_alive, stages))
     assert namespaces_of(training.pid) == []
 
 
@@ -113,7 +111,7 @@ def test_clean_removes_what_a_killed_launcher_left(training):
     assert namespaces_of(pid) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.acceptance), signal.SIGTERM])
 def test_network_is_removed_when_stopped_while_measuring(start, number):
     launcher = start(TWO)
     wait_until(lambda: launcher.poll() is not None or len(namespaces_of(launcher.pid)) >= 3, 60, "namespaces")
@@ -138,6 +136,7 @@ def test_network_slower_than_described_starts_no_worker(start, tmp_path):
     assert not list(run.glob("logs/stage-*.log"))
 
 
+@pytest.mark.acceptance
 def test_missing_rights_are_explained_in_one_line(tmp_path):
     path = write_config(tmp_path, TWO)
     argv = [command("tahq-launch"), str(path)]

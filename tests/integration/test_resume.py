@@ -63,14 +63,7 @@ def test_resume_with_other_gradient_bits_goes_on_and_says_that_it_is_not_exact(t
     assert all(10 < row["bits_per_element"] < 10.6 for row in gradients)
 
 
-def test_resume_with_another_number_of_stages_goes_on(tmp_path):
-    config = tiny(pipeline={"stages": 4}, training={"steps": 3})
-    train(tmp_path, config)
-    expected = train(tmp_path / "whole", tiny(pipeline={"stages": 2}, training={"steps": 6}))
-    run = train(tmp_path, config, "--resume", *overrides("training.steps=6", "pipeline.stages=2"))
-    assert_same_run(run, expected)  # raw fp32 on the wire: exact whatever the number of stages
-
-
+@pytest.mark.acceptance
 def test_resume_by_other_arithmetic_goes_on_and_every_stage_says_so(tmp_path, halfway):
     run = resume(tmp_path, "run.threads=2")
     assert run.returncode == 0, run.stderr
@@ -80,17 +73,10 @@ def test_resume_by_other_arithmetic_goes_on_and_every_stage_says_so(tmp_path, ha
     assert len(run.losses) == 6
 
 
-def test_resume_with_another_sequence_length_goes_on(tmp_path, halfway):
-    run = resume(tmp_path, "data.seq_len=16", "model.max_seq_len=32")
-    assert run.returncode == 0, run.stderr
-    assert len(run.losses) == 6
-
-
-@pytest.mark.parametrize("change", ["model.hidden_size=32", "run.seed=8"])  # the others: tests/pipeline/test_resume.py
-def test_resume_refuses_what_cannot_change(tmp_path, halfway, change):
-    run = resume(tmp_path, change)
+def test_resume_refuses_what_cannot_change(tmp_path, halfway):
+    run = resume(tmp_path, "run.seed=8")
     assert run.returncode == 2
-    assert change.partition("=")[0] in run.stderr
+    assert "run.seed" in run.stderr
     assert "Traceback" not in run.stderr
     assert len(run.losses) == 3
 
@@ -113,24 +99,3 @@ def test_the_snapshot_before_a_damaged_one_is_used_and_said_so(tmp_path, halfway
     assert "is damaged" in (halfway / "logs" / "launcher.log").read_text()
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert_same_run(run, uninterrupted)
-
-
-def test_damaged_snapshots_are_refused_by_the_names_of_their_files(tmp_path, halfway):
-    damaged = sorted((halfway / "snapshots").glob("step-*/stage-001*.safetensors"))
-    assert len(damaged) == 2
-    for path in damaged:
-        flip_a_bit(path)
-    run = resume(tmp_path)
-    assert run.returncode == 2
-    assert all(path.name in run.stderr for path in damaged)
-    assert run.stderr.count("\n") == 1
-    assert "Traceback" not in run.stderr
-    assert (halfway / "snapshots" / "latest").read_text() == "step-00000003\n"
-
-
-def test_a_run_folder_is_never_overwritten(tmp_path, halfway):
-    before = (halfway / "metrics.jsonl").read_bytes()
-    run = launch(tmp_path, with_steps(3))
-    assert run.returncode == 2
-    assert "--resume" in run.stderr
-    assert (halfway / "metrics.jsonl").read_bytes() == before

@@ -36,7 +36,7 @@ def all_tensors(run: Run) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("cache", ["memory", "file"])
+@pytest.mark.parametrize("cache", ["memory", pytest.param("file", marks=pytest.mark.acceptance)])
 def test_background_checkpoints_equal_those_that_training_waits_for(tmp_path, cache):
     runs = []
     for num_buffers in (0, 2):
@@ -144,6 +144,7 @@ def test_full_disk_after_the_last_step_is_waited_for(tmp_path, small_disk):
     SnapshotReader(newest, read_manifest(newest).sha256).verify()
 
 
+@pytest.mark.acceptance
 def test_incomplete_checkpoint_of_a_killed_worker_is_ignored(tmp_path):
     """All processes are killed while a worker writes: the run resumes from the previous checkpoint, to the bit."""
     plan = config(

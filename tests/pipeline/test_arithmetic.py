@@ -18,11 +18,6 @@ def test_this_machine_is_like_itself():
     assert arithmetic_differences(here, arithmetic_of(torch.device("cpu"), "cpu")) == ()
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("auto", "cpu"), ("reference", "reference")])
-def test_backend_of_the_codecs_is_the_devices_own_unless_it_is_forced(backend, expected):
-    assert arithmetic_of(torch.device("cpu"), backend)["codec backend"] == expected
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

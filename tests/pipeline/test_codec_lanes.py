@@ -96,24 +96,6 @@ def test_frame_that_cannot_be_decoded_is_raised_by_take(lanes):
         lanes.take()
 
 
-class Noted:
-    """Records the thread that frees it."""
-
-    def __init__(self, threads: list[str]) -> None:
-        self._threads = threads
-
-    def __del__(self) -> None:
-        self._threads.append(threading.current_thread().name)
-
-
-def test_dropped_object_is_freed_by_the_encoder(threaded):
-    lanes, threads = threaded.lanes, []
-    lanes.begin([])
-    lanes.drop(Noted(threads))
-    assert lanes.finish()
-    assert threads == ["tahq-encode"]
-
-
 def test_encoder_that_fails_wakes_a_compute_loop_that_waits_for_a_frame(threaded):
     lanes, never = threaded.lanes, threading.Event()
     lanes.begin(receives([0], Cut(arrive=lambda number: never.wait())))
@@ -161,11 +143,3 @@ def test_wait_counts_for_the_frame_until_it_arrives_and_then_for_its_decoding(th
     assert totals["wait:codec"] == pytest.approx(0.05, abs=0.04)
     spans = {span.activity: span for span in threaded.stopwatch.take_spans() if span.detail is not None}
     assert spans["wait:3"].end_s == spans["wait:codec"].begin_s
-
-
-def test_frame_that_is_already_decoded_costs_no_wait(threaded):
-    made = threading.Event()
-    threaded.lanes.begin(receives([0], Cut(make=lambda number: made.set() or torch.zeros(1))))
-    assert made.wait(10)
-    threaded.lanes.take()
-    assert threaded.stopwatch.take().get("wait:3", 0.0) < 0.01

@@ -93,12 +93,6 @@ def test_stage_changes_the_codecs_of_its_own_cuts_and_refuses_malformed_rows():
             stage.use_codecs(4, [row])
 
 
-def test_stage_without_a_cut_prepares_nothing(caplog):
-    with caplog.at_level(logging.INFO, "tahq.pipeline.stage"):
-        make_stage({}, WireConfig(activations="tah:alloc=32"), stages=1, stage=0).prepare()
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

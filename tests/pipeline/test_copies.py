@@ -167,7 +167,3 @@ def test_another_host_restarts_from_the_newest_that_it_can_get(make_scene, tmp_p
 def test_file_that_no_worker_gives_is_named_with_the_reason(make_scene):
     with pytest.raises(PeerLostError, match=rf"{NAMES[3]} is missing or damaged .*; gone:7: silent for 30 s"):
         restore(make_scene(assignment((5, "gone:7"))))
-
-
-def test_run_without_a_checkpoint_starts_from_the_beginning_anywhere(scene):
-    assert restore(scene) == scene.assign

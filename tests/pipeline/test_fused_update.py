@@ -97,20 +97,6 @@ def test_no_gradient_is_left_and_weights_have_moved():
     assert all(norm > 0 for norm in norms)
 
 
-def test_commit_finds_nothing_left_to_do():
-    module, update = stage(TrainingConfig(**ALONE))
-    backward(module, update, 0)
-    before = {name: tensor.clone() for name, tensor in update.tensors().items()}
-    update.apply(0, 1.0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in update.tensors().items())
-
-
-def test_a_norm_that_is_not_finite_is_seen_by_prepare():
-    module, update = stage(TrainingConfig(**ALONE))
-    backward(module, update, 0, factor=float("inf"))
-    assert not all(norm < float("inf") for norm in update.squared_norms())
-
-
 @pytest.mark.parametrize("ends", ["bf16", "fp32", "int8"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_weights_and_states_are_those_of_an_update_after_the_backward(batches, schedule, ends):

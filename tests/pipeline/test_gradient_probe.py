@@ -15,7 +15,7 @@ from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
-from tahq.errors import ConfigError, NonFiniteError
+from tahq.errors import NonFiniteError
 from tahq.pipeline.probe.cut_model import CutModel, ProbedWire
 from tahq.pipeline.probe.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult, collect, compare
 from tahq.pipeline.update import StageUpdate
@@ -138,13 +138,6 @@ def test_gradients_that_are_not_finite_without_codecs_end_the_probe():
         bench.run(1, 1)
 
 
-def test_codecs_that_cannot_be_probed_are_refused_before_any_work():
-    with pytest.raises(ConfigError, match="no codec"):
-        Bench(ProbedWire("tahh", RAW))
-    with pytest.raises(ConfigError, match="only over epochs"):
-        Bench(ProbedWire("aqsgd:bits=4", RAW))
-
-
 # -- errors as sums --------------------------------------------------------------------------------
 
 VECTORS = arrays.arrays("float32", st.integers(1, 12), elements=st.floats(-1e3, 1e3, width=32))
@@ -153,13 +146,6 @@ VECTORS = arrays.arrays("float32", st.integers(1, 12), elements=st.floats(-1e3, 
 def sums(g: list[float], compressed: list[float]) -> ErrorSums:
     reference, other = torch.tensor(g), torch.tensor(compressed)
     return compare({"w": reference}, {"w": other - reference})
-
-
-def test_the_example_of_the_docstring():
-    measured = sums([3.0, 4.0], [3.0, 5.0])
-    assert (measured.signal, measured.error, measured.product) == (25.0, 1.0, 4.0)
-    assert measured.relative == 0.04
-    assert measured.cosine == pytest.approx(29 / (5 * math.sqrt(34)), rel=1e-15)
 
 
 @given(VECTORS, st.data())
@@ -176,18 +162,11 @@ def test_figures_are_those_of_the_vectors(g, data):
         assert measured.cosine == pytest.approx(g64 @ other64 / lengths, abs=1e-6)
 
 
-def test_parameters_add_up_to_the_model():
-    g, e = torch.randn(40), torch.randn(40)
-    parts = compare({"a": g[:7], "b": g[7:].view(3, 11)}, {"a": e[:7], "b": e[7:].view(3, 11)})
-    together = compare({"all": g}, {"all": e})
-    assert parts.relative == pytest.approx(together.relative, rel=1e-12)
-    assert ErrorSums.over([together, together]).error == 2 * together.error
-
-
 @pytest.mark.parametrize(
     ("g", "compressed", "relative", "cosine"),
     [
         ([1.0, 2.0], [1.0, 2.0], 0.0, 1.0),
+        ([3.0, 4.0], [3.0, 5.0], 0.04, 29 / (5 * math.sqrt(34))),
         ([1.0, 0.0], [0.0, 0.0], 1.0, 0.0),
         ([1.0, 2.0], [-1.0, -2.0], 4.0, -1.0),
         ([0.0, 0.0], [0.0, 0.0], 0.0, 1.0),
@@ -200,12 +179,6 @@ def test_extremes(g, compressed, relative, cosine):
     measured = sums(g, compressed)
     assert measured.relative == relative
     assert measured.cosine == pytest.approx(cosine, nan_ok=True)
-
-
-def test_sum_over_parts_keeps_what_is_not_finite_and_is_zero_of_none():
-    parts = [sums([1.0, 2.0], [math.inf, 0.0]), sums([1.0, 2.0], [1.0, 2.0])]
-    assert ErrorSums.over(parts).relative == math.inf
-    assert compare({}, {}) == ErrorSums(0.0, 0.0, 0.0)
 
 
 # -- what follows from measurements ---------------------------------------------------------------

@@ -86,9 +86,3 @@ BY_HAND = [
 @pytest.mark.parametrize(("schedule", "keys", "expected"), BY_HAND)
 def test_rates_by_hand(schedule, keys, expected):
     assert rates(config(schedule, **keys), len(expected)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("schedule", "last"), [("linear", 1 / 90), ("cosine", (1 - math.cos(math.pi / 90)) / 2)])
-def test_last_step_is_one_before_the_minimum(schedule, last):
-    # w = 10 of 100 steps: the last has p = 89/90, and is not wasted on a rate of 0
-    assert learning_rate(config(schedule, warmup_steps=10), 99, 100) == pytest.approx(last)

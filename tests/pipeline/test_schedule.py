@@ -188,13 +188,6 @@ def test_any_depths_give_a_schedule_that_finishes_and_stays_within_them(request)
     assert all(schedule.max_in_flight(stage) <= depth for stage, depth in enumerate(depths))
 
 
-def test_generate_refuses_unknown_names_and_empty_steps():
-    with pytest.raises(ScheduleError, match="known: gpipe, 1f1b"):
-        generate("zigzag", 2, 2)
-    with pytest.raises(ScheduleError, match="got 2 and 0"):
-        generate("gpipe", 2, 0)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -204,13 +197,11 @@ def test_generate_refuses_unknown_names_and_empty_steps():
         ("gpipe", {"depths": [3, 3]}, "gpipe holds all 4 micro-batches of a step, more than"),
         ("1f1b", {"chunks_per_stage": 2}, "interleaved needs 2 or more, all others have 1"),
         ("interleaved", {}, "interleaved needs 2 or more"),
+        ("interleaved", {"chunks_per_stage": 2, "num_stages": 1}, "at least 2 stages"),
+        ("zigzag", {}, "known: gpipe, 1f1b"),
+        ("gpipe", {"num_micro_batches": 0}, "got 2 and 0"),
     ],
 )
-def test_generate_refuses_depths_and_chunks_that_do_not_go_with_the_schedule(name, options, message):
+def test_generate_refuses_what_does_not_go_with_the_schedule(name, options, message):
     with pytest.raises(ScheduleError, match=message):
-        generate(name, 2, 4, **options)
-
-
-def test_interleaved_needs_two_stages():
-    with pytest.raises(ScheduleError, match="at least 2 stages"):
-        generate("interleaved", 1, 4, chunks_per_stage=2)
+        generate(**{"name": name, "num_stages": 2, "num_micro_batches": 4} | options)

@@ -132,11 +132,6 @@ def test_checkpoints_newer_than_latest_are_never_taken(snapshots):
     assert choose(snapshots)[0] == 10
 
 
-def test_no_checkpoint_at_all_is_an_error(tmp_path):
-    with pytest.raises(SnapshotError, match="no complete checkpoint"):
-        choose_snapshot(tmp_path, all_files_here=True)
-
-
 def test_files_of_other_hosts_need_not_be_here_but_those_that_are_must_be_whole(snapshots):
     stage_file(snapshots, 30, 1).unlink()
     assert choose(snapshots, all_files_here=False) == (30, ())

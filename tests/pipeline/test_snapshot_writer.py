@@ -85,16 +85,6 @@ def test_changes_after_the_copy_are_not_in_the_checkpoint(disk, writer):
     assert described(written) == expected
 
 
-def test_writing_is_done_in_another_thread_in_the_order_of_steps(disk, writer):
-    for step in (1, 2):
-        writer.take(step, filled(4, step))
-    assert disk.written == []
-    disk.let(2)
-    writer.finish()
-    assert disk.threads == ["tahq-snapshot"] * 2
-    assert [(step, tensors["x"][0].item()) for step, tensors in disk.written] == [(1, 1.0), (2, 2.0)]
-
-
 def test_third_checkpoint_waits_for_the_disk_with_one_warning(disk, caplog):
     stopwatch = Stopwatch()
     writer = SnapshotWriter(disk, 2, stopwatch)
@@ -125,12 +115,6 @@ def test_memory_is_used_again_and_grows_with_what_is_copied(disk, writer):
     first, second, third, fourth, fifth = disk.addresses
     assert first == second == third
     assert fourth == fifth
-
-
-def test_without_buffers_the_compute_thread_writes(disk):
-    disk.let(1)
-    SnapshotWriter(disk, 0, Stopwatch()).take(1, filled(4))
-    assert disk.threads == [threading.current_thread().name]
 
 
 def test_tensors_that_are_not_copied_are_written_here_after_everything_due_before(disk, writer):

@@ -12,7 +12,7 @@ from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.comm.link.wire_time import PieceTimes
 from tahq.comm.transport import LinkStats
 from tahq.pipeline.spans import Stopwatch
-from tahq.pipeline.step_meter import PART, StepMeter, TraceRow, frame_name, trace_parts
+from tahq.pipeline.step_meter import PART, StepMeter, TraceRow, trace_parts
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -63,11 +63,6 @@ def test_what_an_evaluation_sent_is_in_no_step(purpose):
     (part,) = meter.trace(4)
     assert part.frames == ["train step 5 cut 1 forward 0"]
     assert part.ends_s[0] - part.begins_s[0] == pytest.approx(1.0)
-
-
-def test_step_that_is_not_traced_has_nothing_to_tell(meter):
-    meter.begin(3)
-    assert meter.trace(3) == []
 
 
 def test_traced_step_tells_what_was_done_and_sent():
@@ -137,11 +132,6 @@ def test_picture_is_not_waited_for_longer_than_until_the_end_of_the_next_step_or
     meter.note([stats(piece(1, 2.0, 33.0))])
     meter.begin(6)
     assert (4, "train step 5 cut 1 forward 1") not in sent_frames(meter.trace(6))
-
-
-def test_frame_is_called_the_same_at_both_ends_and_no_other_is():
-    ids = [name(m, direction, step) for m in range(3) for direction in Direction for step in range(3)]
-    assert len({frame_name(id) for id in ids}) == len(ids)
 
 
 @given(st.integers(0, 3 * PART + 1))
