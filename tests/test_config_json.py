@@ -75,7 +75,7 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"run": NaN}', "NaN is not a JSON number"),
+        (config_json(EXAMPLE).replace('"lr":0.001', '"lr":NaN'), "training.lr: expected a finite number; got nan"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "the top level: expected keys and values; got a list of 0"),
         ("{}", "model is missing; a run needs this section (and 2 more: data, training); do both ends run the same"),

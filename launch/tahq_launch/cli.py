@@ -19,7 +19,6 @@ from tahq_launch.command_line import (
     Device,
     Overrides,
     Resume,
-    announce,
     log_to_stderr,
     report_error,
     run_app,
@@ -57,7 +56,7 @@ def launch(
             from tahq_launch.start.launcher import launch as launch_run
             from tahq_launch.start.prepared_run import StartRequest
 
-            return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
+            return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug))
         from tahq_launch.plan.dry_run import dry_run as describe
         from tahq_launch.start.local_checks import check_local
         from tahq_launch.start.resolution import resolve_for_run
@@ -189,7 +188,7 @@ def coordinator(
     changes, program = tuple(overrides or ()), "tahq coordinator"
     request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program)
     with placed_errors(cluster_yaml, request.all_overrides):
-        return serve(request, announce)
+        return serve(request)
 
 
 def keygen(

@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final
@@ -24,6 +24,7 @@ from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host
 from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import NetworkError
+from tahq_launch.command_line import announce
 from tahq_launch.start.prepared_run import PreparedRun
 from tahq_launch.start.run_keys import WorkerSecret
 from tahq_launch.start.worker_command import WorkerCommand, local_command
@@ -66,11 +67,11 @@ class NamespaceHosts:
         peer = format_address(self._network.address(COORDINATOR), parse_address(coordinator, "coordinator")[1])
         command = local_command(stage, peer, threads, secret=secret, debug=debug)
         argv = (*command.argv, "--bind", format_address(self._network.address(host), 0))
-        return replace(command, argv=argv, where=host, namespace=self._network.namespace(host))
+        return replace(command, argv=argv, namespace=self._network.namespace(host))
 
 
 @contextlib.contextmanager
-def open_hosts(prepared: PreparedRun, announce: Callable[[str], None]) -> Iterator[NamespaceHosts]:
+def open_hosts(prepared: PreparedRun) -> Iterator[NamespaceHosts]:
     """Build the network of a run, measure it, and remove it afterwards; NetworkError if it is not as configured."""
     config = prepared.config
     backend = config.links.backend

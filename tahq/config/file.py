@@ -9,9 +9,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -24,22 +23,16 @@ from tahq.units import WRITTEN_BY_HAND, Section
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """Read and check a cluster.yaml.
+    """Read and check a cluster.yaml; the configuration is not resolved yet.
 
-    Args:
-        path: the file.
-        overrides: `section.key=value` each, the value in YAML; later ones win, all win over the
-            file. Entries of a list are named by index: ``hosts.1.device=cpu``.
-
-    Returns:
-        The configuration, not yet resolved.
+    Overrides are `section.key=value` each, the value in YAML; later ones win, all win over the file. Entries of a list
+    are named by index: ``hosts.1.device=cpu``.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or is invalid; an override that
-            cannot be parsed or applied. One line, with file and line or with the override.
+        ConfigError: of one line, with file and line or with the override.
     """
-    draft = _Draft.read(path, overrides)
-    return validated(ClusterConfig, draft.values, draft.origins, WRITTEN_BY_HAND)
+    values, origins = _read(path, overrides)
+    return validated(ClusterConfig, values, origins, WRITTEN_BY_HAND)
 
 
 @contextlib.contextmanager
@@ -47,68 +40,51 @@ def placed_errors(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Add the place of its key to an error raised inside whose message begins with a key of the file.
 
     `load_config` places its own errors; these are raised later, by code that uses the configuration.
-
-    Args:
-        path: the file.
-        overrides: as of `load_config`.
     """
     try:
         yield
     except UserError as error:
         with contextlib.suppress(ConfigError):  # the file is gone: raise the error without a place
-            error.args = (with_place(str(error), ClusterConfig, _Draft.read(path, overrides).origins),)
+            error.args = (with_place(str(error), ClusterConfig, _read(path, overrides)[1]),)
         raise
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A configuration being put together: its plain values, and where each was written (see `Origins`)."""
-
-    source: str
-    values: dict[str, Any]
-    known: dict[KeyPath, int | str]
-    changes: dict[KeyPath, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path, overrides: Sequence[str]) -> "_Draft":
-        """The file with the overrides applied."""
-        document = read_document(path, "write one, or copy one of launch/examples")
-        value, lines = document.value, dict(document.lines)
-        if value is None:
-            raise ConfigError(f"{path} is empty; the least it needs are the sections model, data and training")
-        if not isinstance(value, dict):
-            raise ConfigError(f"{path}:{lines[()]}: expected sections such as `model:`, got {brief(repr(value))}")
-        # `links:` with every key commented out means the defaults, not null
-        sections = {name: {} if each is None and name != "hosts" else each for name, each in value.items()}
-        draft = cls(os.fspath(path), sections, dict(lines))
-        for override in overrides:
-            draft.apply(override)
-        return draft
-
-    @property
-    def origins(self) -> Origins:
-        """Where each value was written."""
-        return Origins(self.source, self.known, self.changes)
-
-    def apply(self, override: str) -> None:
-        """Change one value, making the sections around it that do not exist."""
+def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins]:
+    """The plain values of the file with the overrides applied, and where each was written."""
+    document = read_document(path, "write one, or copy one of launch/examples")
+    value = document.value
+    if value is None:
+        raise ConfigError(f"{path} is empty; the least it needs are the sections model, data and training")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}:{document.lines[()]}: expected sections such as `model:`, got {brief(repr(value))}")
+    # `links:` with every key commented out means the defaults, not null
+    values = {name: {} if each is None and name != "hosts" else each for name, each in value.items()}
+    known: dict[KeyPath, int | str] = dict(document.lines)
+    changes: dict[KeyPath, str] = {}
+    for override in overrides:
         label = f"--set {brief(' '.join(override.splitlines()), 200)}"
-        names, value = _parse_override(override, label)
-        target: Any = self.values
-        path: KeyPath = ()
-        for name in names[:-1]:
-            step = _step(target, path, name, label)
-            path = (*path, step)
-            if isinstance(target, dict):
-                target[step] = _with_keys(path, target.get(step))
-            target = target[step]
-            self.known.setdefault(path, label)
-        step = _step(target, path, names[-1], label)
-        target[step] = value
+        where = _apply(override, label, values, known)
+        # Everything at and below this path was now written by the override.
+        known = {each: origin for each, origin in known.items() if each[: len(where)] != where}
+        known[where] = changes[where] = label
+    return values, Origins(os.fspath(path), known, changes)
+
+
+def _apply(override: str, label: str, values: dict[str, Any], known: dict[KeyPath, int | str]) -> KeyPath:
+    """Change one value, creating the sections around it that do not exist; returns its path."""
+    names, value = _parse_override(override, label)
+    target: Any = values
+    path: KeyPath = ()
+    for name in names[:-1]:
+        step = _step(target, path, name, label)
         path = (*path, step)
-        # Everything at and below `path` was now written by the override.
-        self.known = {where: origin for where, origin in self.known.items() if where[: len(path)] != path}
-        self.known[path] = self.changes[path] = label
+        if isinstance(target, dict):
+            target[step] = _with_keys(path, target.get(step))
+        target = target[step]
+        known.setdefault(path, label)
+    step = _step(target, path, names[-1], label)
+    target[step] = value
+    return (*path, step)
 
 
 def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
@@ -128,9 +104,7 @@ def _with_keys(path: KeyPath, section: Any) -> Any:
     """A section that an override goes into: empty if nothing was written; the keys of a word that stands for some."""
     if path == ("wire",) and section == PAPER_WORD:
         return dict(PAPER)
-    if path == ("wire", "follow") and section is True:
-        return {}
-    return {} if section is None else section
+    return {} if section is None or (path, section) == (("wire", "follow"), True) else section
 
 
 def _step(target: Any, path: KeyPath, name: str, label: str) -> str | int:
@@ -155,24 +129,16 @@ def config_hash(config: ClusterConfig) -> str:
 
 
 def config_from_json(text: str) -> ClusterConfig:
-    """The configuration that `config_json` wrote, perhaps in another process of another version.
-
-    Raises:
-        ConfigError: not JSON, or not a configuration of this version of tahq.
-    """
+    """The configuration that `config_json` wrote, perhaps in another version; ConfigError if it does not fit."""
     source = "the configuration received as JSON"
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     try:
         return validated(ClusterConfig, values, Origins(source))
     except ConfigError as error:
         raise ConfigError(f"{error}; do both ends run the same version of tahq?") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def dump_yaml(config: Section, *, with_none: bool = True) -> str:

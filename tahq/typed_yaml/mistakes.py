@@ -266,18 +266,9 @@ def read_section(
     changes: Mapping[str, Any] | None = None,
     max_values: int = MAX_VALUES,
 ) -> SomeModel:
-    """Read a YAML file that is one section of typed keys, such as a sweep or the numbers of a cluster.
+    """Read a YAML file that is one section of typed keys, such as a sweep; `changes` replace its values.
 
-    Args:
-        kind: the section.
-        path: the file.
-        example: a key that it could have, for the message when it has none at all.
-        hint: added to the message when it does not exist.
-        changes: values that replace those of the file.
-        max_values: as of `parse_yaml`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or is invalid; one line with file and line.
+    The ConfigError about a file without keys names the `example` of one, that about a missing file gives the `hint`.
     """
     document = read_document(path, hint, max_values)
     if not isinstance(document.value, dict):

@@ -33,7 +33,7 @@ def report_and_end():
 
 
 def start(forks, folder, *arguments, stage=3):
-    command = WorkerCommand(stage, arguments, "here", {"GREETING": "hello"}, forked_threads=3)
+    command = WorkerCommand(stage, arguments, {"GREETING": "hello"}, forked_threads=3)
     return forks.start(command, folder / "log")
 
 

@@ -28,7 +28,7 @@ SLEEPING = "import time; time.sleep(60)"
 
 
 def python(program: str, stage: int = 0) -> WorkerCommand:
-    return WorkerCommand(stage, (sys.executable, "-c", program), where="here", env={})
+    return WorkerCommand(stage, (sys.executable, "-c", program), env={})
 
 
 def test_worker_command_divides_the_cores():
@@ -94,7 +94,7 @@ def test_fleet_of_a_launcher_that_fails_kills_even_workers_that_ignore_sigterm(t
 
 def test_missing_program_is_a_mistake_of_the_user(tmp_path):
     with Fleet(Mock()) as fleet, pytest.raises(UserError, match="cannot start no-such-ssh for stage 2"):
-        fleet.start(WorkerCommand(2, ("no-such-ssh",), "there", {}), tmp_path / "log")
+        fleet.start(WorkerCommand(2, ("no-such-ssh",), {}), tmp_path / "log")
 
 
 def test_signals_become_requests_until_the_run_ends():

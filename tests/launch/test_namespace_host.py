@@ -42,16 +42,15 @@ def test_links_of_a_pipeline_are_its_neighbours_in_both_directions():
     assert links_of(load("pipeline.stages=3", "model.tie=sync")) == neighbours + ends
 
 
-def test_backend_and_congestion_control_are_announced(monkeypatch, tmp_path):
+def test_backend_and_congestion_control_are_announced(monkeypatch, tmp_path, capsys):
     measured = SimpleNamespace(figures=(), check=lambda: None, as_dict=dict)
     monkeypatch.setattr(namespace_host, "build_network", lambda config, **_: LoopbackNetwork(config))
     monkeypatch.setattr(namespace_host, "calibrate", lambda *_, **__: measured)
     folder, options = SimpleNamespace(network=tmp_path / "network.json"), SimpleNamespace(epoch=1, start_step=0)
-    lines: list[str] = []
     prepared = SimpleNamespace(config=load("pipeline.stages=3"), folder=folder, options=options)
-    with namespace_host.open_hosts(prepared, lines.append):
+    with namespace_host.open_hosts(prepared):
         pass
-    assert lines[0] == "network of 3 hosts, made by loopback, TCP is none; measuring it"
+    assert "network of 3 hosts, made by loopback, TCP is none; measuring it\n" in capsys.readouterr().out
     assert folder.network.exists()
 
 

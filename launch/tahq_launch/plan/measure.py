@@ -87,7 +87,7 @@ def _measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tup
     # Dividing by measured cost would time here what the workers are about to time there.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
     start = replace(start, overrides=(*start.overrides, *own))
-    status = run_stages(start, announce, make_coordinator, restarts_workers=False)
+    status = run_stages(start, make_coordinator, restarts_workers=False)
     ((measured, imitated),) = made
     for note in measured.notes:
         announce(f"note: {note}")

@@ -9,6 +9,7 @@ Invariants:
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import watch_run
+from tahq_launch.command_line import announce
 from tahq_launch.start.codec_choice import wire_facts
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.start.run_keys import PLAIN
@@ -44,114 +46,81 @@ ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 _WILDCARD_HOSTS = ("0.0.0.0", "::")
 
-Announce = Callable[[str], None]
-"""Prints a line for the user."""
-
 MakeCoordinator = Callable[[PreparedRun, ControlServer], Coordinator]
 
 
-def launch(request: StartRequest, announce: Announce) -> int:
+def launch(request: StartRequest) -> int:
     """Run a cluster.yaml from its first step to its last; UserError if it cannot start.
 
     Returns:
         The exit status of the run; the reason for a status other than 0 is on stderr.
     """
-    return run_stages(request, announce, _training(request, announce), restarts_workers=True)
+    return run_stages(request, partial(_training_coordinator, request))
 
 
-def serve(request: StartRequest, announce: Announce) -> int:
+def serve(request: StartRequest) -> int:
     """Run the coordinator alone, for workers that are started by hand; else as `launch`."""
-    with _opened(request, announce, _training(request, announce)) as (prepared, coordinator, _):
-        for stage in range(prepared.config.pipeline.stages):
-            announce(_by_hand(prepared.config, stage, coordinator.address))
-        _announce_key(prepared, announce)
-        return coordinator.run(lambda: None)
+    return run_stages(request, partial(_training_coordinator, request), starts_workers=False)
 
 
 def run_stages(
-    request: StartRequest, announce: Announce, make_coordinator: MakeCoordinator, *, restarts_workers: bool
+    request: StartRequest,
+    make_coordinator: MakeCoordinator,
+    *,
+    starts_workers: bool = True,
+    restarts_workers: bool = True,
 ) -> int:
     """Run a coordinator with a worker for every stage to the end; see `launch`."""
-    with (
-        ForkServer() as forks,
-        _opened(request, announce, make_coordinator, forks) as (prepared, coordinator, hosts),
-        Fleet(coordinator.worker_exited, forks, prepared.config.run.restarts) as fleet,
-    ):
+    with contextlib.ExitStack() as stack:
+        forks = stack.enter_context(ForkServer()) if starts_workers else None
+
+        def meanwhile(config: ClusterConfig) -> None:
+            if config.hosts == "namespaces" and forks is None:
+                raise UserError(
+                    "hosts: namespaces is for tahq-launch, which makes the network and starts the workers in it; "
+                    "workers that are started by hand need hosts: local or a list"
+                )
+            if config.hosts != "namespaces" and forks is not None:  # else after the network was measured
+                forks.import_modules(modules_of_workers(config))
+
+        prepared = stack.enter_context(prepared_run(request, meanwhile, starts_workers=starts_workers))
+        hosts = None
+        if prepared.config.hosts == "namespaces" and forks is not None:
+            from tahq_launch.namespace_host import open_hosts  # pyroute2 is slow to import
+
+            hosts = stack.enter_context(open_hosts(prepared))
+            forks.import_modules(modules_of_workers(prepared.config))
+        coordinator = make_coordinator(prepared, stack.enter_context(_listening(prepared, hosts)))
+        stack.enter_context(_signals_to(coordinator.request_stop))
+        fleet = stack.enter_context(Fleet(coordinator.worker_exited, forks, prepared.config.run.restarts))
         if restarts_workers:
             coordinator.restart = fleet.restart
         for stage in range(prepared.config.pipeline.stages):
             command = worker_command(prepared, stage, coordinator.address, hosts, debug=request.debug)
-            if command is not None:
+            if command is not None and starts_workers:
                 fleet.start(command, prepared.folder.stage_log(stage))
             else:
                 announce(_by_hand(prepared.config, stage, coordinator.address))
-        _announce_key(prepared, announce)
+        _announce_key(prepared)
         status = coordinator.run(fleet.tick)
         fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)
         return status
 
 
-def _training(request: StartRequest, announce: Announce) -> MakeCoordinator:
-    def make(prepared: PreparedRun, server: ControlServer) -> Coordinator:
-        observer = watch_run(
-            prepared.folder.metrics,
-            prepared.options.start_step,
-            program=request.program,
-            resume_command=request.resume_command,
-            export_command=f"tahq export {prepared.folder.path} {prepared.folder.path.name}-hf",
-            facts=wire_facts(prepared.config),
-            traces=prepared.folder.traces,
-            start=prepared.options.epoch,
-        )
-        for line in prepared.notes:
-            announce(line)
-        return Coordinator(prepared.options, server, observer, journal=prepared.journal)
-
-    return make
-
-
-@contextlib.contextmanager
-def _opened(
-    request: StartRequest, announce: Announce, make_coordinator: MakeCoordinator, forks: ForkServer | None = None
-) -> Iterator["tuple[PreparedRun, Coordinator, NamespaceHosts | None]"]:
-    """A coordinator that listens, with signals going to it, and the network around it if there is one.
-
-    Local workers are forked from `forks`; without it, workers are started by hand.
-    """
-
-    def meanwhile(config: ClusterConfig) -> None:
-        if config.hosts != "namespaces":  # else after the network was measured
-            if forks is not None:
-                forks.import_modules(modules_of_workers(config))
-        elif forks is None:
-            raise UserError(
-                "hosts: namespaces is for tahq-launch, which makes the network and starts the workers in it; workers "
-                "that are started by hand need hosts: local or a list"
-            )
-
-    with (
-        prepared_run(request, meanwhile, starts_workers=forks is not None) as prepared,
-        _own_network(prepared, announce, forks) as hosts,
-        _listening(prepared, hosts) as server,
-    ):
-        coordinator = make_coordinator(prepared, server)
-        with _signals_to(coordinator.request_stop):
-            yield prepared, coordinator, hosts
-
-
-@contextlib.contextmanager
-def _own_network(
-    prepared: PreparedRun, announce: Announce, forks: ForkServer | None
-) -> "Iterator[NamespaceHosts | None]":
-    """Create and measure the network of `hosts: namespaces`; None for other hosts."""
-    if prepared.config.hosts != "namespaces" or forks is None:
-        yield None
-        return
-    from tahq_launch.namespace_host import open_hosts  # pyroute2 is slow to import
-
-    with open_hosts(prepared, announce) as hosts:
-        forks.import_modules(modules_of_workers(prepared.config))
-        yield hosts
+def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: ControlServer) -> Coordinator:
+    observer = watch_run(
+        prepared.folder.metrics,
+        prepared.options.start_step,
+        program=request.program,
+        resume_command=request.resume_command,
+        export_command=f"tahq export {prepared.folder.path} {prepared.folder.path.name}-hf",
+        facts=wire_facts(prepared.config),
+        traces=prepared.folder.traces,
+        start=prepared.options.epoch,
+    )
+    for line in prepared.notes:
+        announce(line)
+    return Coordinator(prepared.options, server, observer, journal=prepared.journal)
 
 
 @contextlib.contextmanager
@@ -218,7 +187,7 @@ def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:
     return f"start stage {stage}{where} with: {worker_by_hand(stage, address, curve=config.security.curve)}"
 
 
-def _announce_key(prepared: PreparedRun, announce: Announce) -> None:
+def _announce_key(prepared: PreparedRun) -> None:
     """Print how workers of other accounts get their keys, if any worker is started by hand."""
     keys = prepared.keys
     if keys is not None and len(keys.stages) < prepared.config.pipeline.stages:

@@ -29,7 +29,6 @@ class WorkerCommand:
 
     Attributes:
         argv: the program and its arguments; with `forked_threads`, what follows `tahq`.
-        where: host, for messages.
         env: added to this process's environment.
         forked_threads: if set, the worker is a fork of a process that has everything imported, with this many torch
             threads.
@@ -40,7 +39,6 @@ class WorkerCommand:
 
     stage: int
     argv: tuple[str, ...]
-    where: str
     env: Mapping[str, str]
     forked_threads: int | None = None
     namespace: str | None = None
@@ -55,7 +53,7 @@ def local_command(
     flags = ("--die-with-launcher", secret.flag, *(["--debug"] if debug else []))
     argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
     env = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    return WorkerCommand(stage, argv, "this machine", env, forked_threads=threads, first_input=secret.line)
+    return WorkerCommand(stage, argv, env, forked_threads=threads, first_input=secret.line)
 
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:
@@ -101,10 +99,9 @@ def ssh_command(
     folder = (host.workdir or "").removeprefix("~/")  # ssh starts in the login folder
     if folder:
         script = f"cd {shlex.quote(folder)} && {script}"
-    destination = str(host.ssh)
     # ssh takes the first value of an option, so the user's go first.
-    argv = ("ssh", *host.ssh_options, *_SSH_OPTIONS, "--", destination, script)
-    return WorkerCommand(stage, argv, destination, {}, holds_stdin=True, first_input=secret.line)
+    argv = ("ssh", *host.ssh_options, *_SSH_OPTIONS, "--", str(host.ssh), script)
+    return WorkerCommand(stage, argv, {}, holds_stdin=True, first_input=secret.line)
 
 
 def worker_by_hand(stage: int, peer: str, *, curve: bool = True) -> str:
