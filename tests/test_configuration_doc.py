@@ -65,9 +65,3 @@ def _entries(section, value):
     if section == "links.pairs":
         return value
     return value.values() if section == "links.hosts" else [value]
-
-
-def test_yaml_blocks_are_yaml():
-    blocks = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
-    assert len(blocks) == 2
-    assert all(parse_yaml(block).value for block in blocks)

@@ -23,16 +23,3 @@ def test_no_package_unpickles_or_evaluates():
     }
     # The ranks of somebody's torch.distributed, which unpickles what they say in any case (docs/security.md).
     assert found == {"tahq/integrations/torch_pipelining.py: gather_object("}
-
-
-def test_pattern_matches_dangerous_lines_only():
-    dangerous = [
-        "import pickle",
-        "x = torch.load(path)",
-        "    from marshal import loads",
-        "yaml.load(text)",
-        "eval(text)",
-    ]
-    assert all(map(DANGEROUS.search, dangerous))
-    for line in ("module.eval()", "yaml.safe_load(text)", "np.load(path, allow_pickle=False)", "# a pickle runs code"):
-        assert not DANGEROUS.search(line), line

@@ -22,18 +22,12 @@ def configured(**sections) -> ClusterConfig:
     return ClusterConfig.model_validate(tiny(**{"pipeline": {"stages": 2}, **sections}))
 
 
-def test_vocabulary_and_layers_are_written_out_and_resolving_again_changes_nothing():
-    resolved = resolve_for_run(configured())
+def test_vocabulary_and_layers_are_written_out_and_resolving_again_changes_nothing(caplog):
+    resolved = resolve_for_run(configured(links={"first": "gradients"}))
+    assert "links.first: gradients has little effect on stage 0's host" in caplog.text
     assert resolved.model.vocab_size == 256
     assert resolved.pipeline.layers == [2, 2]
     assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
-
-
-def test_order_on_an_unlimited_uplink_has_a_warning(caplog):
-    resolve_for_run(configured(links={"first": "gradients", "rate": 1e8}))
-    assert "links.first" not in caplog.text
-    resolve_for_run(configured(links={"first": "gradients"}))
-    assert "links.first: gradients has little effect on stage 0's host" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -76,8 +70,6 @@ def test_profile_applies_to_every_host():
     assert config.links.profile is None
     shapes = {(h.up, h.down, h.delay, h.jitter) for h in config.links.network(4).hosts.values()}
     assert shapes == {(host.up, host.down, host.delay, host.jitter)}
-    example = resolve_for_run(load_config(EXAMPLES / "namespaces.yaml"))
-    assert [h.up for h in example.links.network(4).hosts.values()] == [host.up, 5e6, host.up, host.up]
 
 
 def test_resolved_profile_can_be_written_and_run_again(tmp_path):

@@ -13,20 +13,10 @@ def folder(tmp_path):
     return RunFolder(tmp_path / "runs" / "demo")
 
 
-def test_new_name_and_a_start_without_steps_are_startable(folder):
-    folder.check_startable(resume=False)
-    assert not folder.path.exists()
-    folder.logs.mkdir(parents=True)
-    folder.config.write_text("run: {}\n")
-    folder.metrics.touch()
-    folder.check_startable(resume=False)
-
-
 @pytest.mark.parametrize(
     ("file", "resume", "message"),
     [
         ("metrics.jsonl", False, r"left no checkpoint.*run\.name"),
-        ("snapshots/latest", False, "--resume"),
         ("snapshots/step-00000004/manifest.json", False, "--resume"),
         ("config.yaml", True, "no checkpoint to resume from"),
         ("journal.sqlite", True, r"needs config\.yaml, which is missing; start it again under another name"),

@@ -96,11 +96,13 @@ def run_stages(
         if restarts_workers:
             coordinator.restart = fleet.restart
         for stage in range(prepared.config.pipeline.stages):
-            command = worker_command(prepared, stage, coordinator.address, hosts, debug=request.debug)
-            if command is not None and starts_workers:
+            address, command = coordinator.address, None
+            if starts_workers:
+                command = worker_command(prepared, stage, address, hosts, debug=request.debug)
+            if command is not None:
                 fleet.start(command, prepared.folder.stage_log(stage))
             else:
-                announce(_by_hand(prepared.config, stage, coordinator.address))
+                announce(_by_hand(prepared.config, stage, address))
         _announce_key(prepared)
         status = coordinator.run(fleet.tick)
         fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)
