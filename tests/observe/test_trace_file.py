@@ -56,24 +56,20 @@ def check_format(picture):
             open_until.append(end)
 
 
-def test_picture_has_a_process_a_worker_and_a_thread_a_lane():
+def test_picture_has_a_process_per_worker_and_a_thread_per_lane():
     picture = trace_object(trace())
     check_format(picture)
+    spans = {event["name"]: (event["ts"], event["dur"]) for event in events(picture, "X")}
+    assert spans["step 5"] == (0.0, pytest.approx(20_000))  # microseconds from the commit before
+    assert spans["0F0"] == (pytest.approx(1000), pytest.approx(3000))
+    send = next(event for event in events(picture, "X") if event["cat"] == "send")
+    assert send["args"] == {"frame": FRAME, "bytes": 999, "queued_ms": 1.0}
     named = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events(picture, "M")}
     assert named["process_name", 2, 0] == "stage 0 (a, pid 1)"
     assert [named["thread_name", 2, tid] for tid in (1, 2, 3)] == ["compute", "encode", "link 0→1 activations"]
     assert named["thread_name", 1, 1] == "steps, commit to commit"
     clocks = picture["otherData"]["clocks"]
     assert clocks == [{"stage": 0, "offset_s": 0.5, "error_s": 0.001}, {"stage": 1, "offset_s": 0.0, "error_s": None}]
-
-
-def test_times_are_microseconds_from_the_commit_before():
-    picture = trace_object(trace())
-    spans = {event["name"]: (event["ts"], event["dur"]) for event in events(picture, "X")}
-    assert spans["step 5"] == (0.0, pytest.approx(20_000))
-    assert spans["0F0"] == (pytest.approx(1000), pytest.approx(3000))
-    send = next(event for event in events(picture, "X") if event["cat"] == "send")
-    assert send["args"] == {"frame": FRAME, "bytes": 999, "queued_ms": 1.0}
 
 
 def test_arrow_follows_a_frame_from_encoder_over_the_wire_to_decoder():
@@ -85,9 +81,14 @@ def test_arrow_follows_a_frame_from_encoder_over_the_wire_to_decoder():
     assert all((arrow["pid"], arrow["tid"], arrow["ts"]) in slices for arrow in arrows)
 
 
+def drawn(*steps, start=1):
+    """Pictures as they are read again."""
+    return [json.loads(json.dumps(trace_object(step, start))) for step in steps]
+
+
 def test_steps_make_one_picture_with_lanes_that_stay_the_same():
     late = TracedSpan("decode", "decode", "decode: gradients 0", 100.045, 100.046)
-    picture = merged([json.loads(json.dumps(trace_object(t))) for t in (trace(5, 100.0), trace(6, 100.03, [late]))])
+    picture = merged(drawn(trace(5, 100.0), trace(6, 100.03, [late])))
     check_format(picture)
     lanes = defaultdict(set)
     for event in events(picture, "M"):
@@ -97,11 +98,6 @@ def test_steps_make_one_picture_with_lanes_that_stay_the_same():
     steps = [(event["name"], event["ts"]) for event in events(picture, "X") if event["cat"] == "step"]
     assert steps == [("step 5", 0.0), ("step 6", pytest.approx(30_000))]
     assert len({arrow["id"] for arrow in events(picture, "s")}) == 2
-
-
-def drawn(*steps, start):
-    """Pictures as they are read again."""
-    return [json.loads(json.dumps(trace_object(step, start))) for step in steps]
 
 
 def processes(picture):
@@ -114,7 +110,8 @@ def processes(picture):
 @pytest.mark.parametrize("begin_s", [147.0, 3.0], ids=["clock goes on", "another machine's clock"])
 def test_each_start_of_a_run_has_processes_of_its_own_after_those_before(begin_s):
     first = drawn(trace(5, 100.0), trace(6, 100.03), start=1)
-    picture = merged([*first, *drawn(trace(9, begin_s, pid=7), start=3)])
+    picture = merged([*drawn(trace(9, begin_s, pid=7), start=3), *first])
+    assert [step["step"] for step in picture["otherData"]["steps"]] == [5, 6, 9]
     check_format(picture)
     assert processes(picture) == {
         1: "start 1: coordinator",
@@ -128,13 +125,6 @@ def test_each_start_of_a_run_has_processes_of_its_own_after_those_before(begin_s
     assert places == [2, 3, 5, 6]
     steps = {event["name"]: (event["pid"], event["ts"]) for event in events(picture, "X") if event["cat"] == "step"}
     assert steps == {"step 5": (1, 0.0), "step 6": (1, pytest.approx(30_000)), "step 9": (4, pytest.approx(50_000))}
-
-
-def test_steps_that_were_turned_back_from_stand_with_their_own_start():
-    """A run is killed after step 6, goes on from step 4, and is stopped after step 5."""
-    picture = merged([*drawn(trace(5, 160.0, pid=7), start=2), *drawn(trace(6, 100.03), start=1)])
-    assert [step["step"] for step in picture["otherData"]["steps"]] == [6, 5]
-    assert list(processes(picture).values())[::3] == ["start 1: coordinator", "start 2: coordinator"]
 
 
 def test_each_step_is_a_file(tmp_path):
