@@ -56,7 +56,7 @@ def _choices(table: ClusterTable) -> Iterator[Choice]:
     sizes = [problem.num_stages] if problem.num_stages else range(1, min(table.num_hosts, num_layers) + 1)
     for order in all_orders(table.kinds, range(table.num_hosts), sizes):
         for micro_batch in problem.model.micro_batches:
-            stages = StageCosts(table, order, micro_batch, *problem.fewest_bits)
+            stages = StageCosts(table, order, micro_batch)
             every = all_divisions(num_layers, len(order))
             limits = stages.depth_limits(every)
             every, limits = every[limits[:, -1] >= 1], limits[limits[:, -1] >= 1]

@@ -104,7 +104,7 @@ def second_best(planned: Planned) -> Prediction | None:
 
     plan = next((each for each in planned.others if differs(each) and table.dead_hop(each.hosts) is None), None)
     if plan is not None and table.problem.has_choice_of_codecs and not is_long(plan):
-        plan = with_best_codecs(table.problem, plan, Simulations(table))
+        plan = with_best_codecs(Simulations(table), plan)
     return None if plan is None else predict(table, plan)
 
 

@@ -82,7 +82,7 @@ def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
     _check_counts(problem)
     table = ClusterTable(problem)
     simulations = Simulations(table, budget_actions)
-    ranked = Search(table, range(table.num_hosts), problem.fewest_bits, simulations).run()
+    ranked = Search(simulations, range(table.num_hosts)).run()
     if not ranked:
         raise UserError(_why_nothing_fits(table))
     best = _best_in_pieces(simulations, ranked)
@@ -115,11 +115,11 @@ def _fastest(predictions: Iterable[Prediction]) -> Prediction:
 def _with_quality(simulations: Simulations, fewest: PipelinePlan) -> Prediction:
     """A plan with the codecs that it can afford, chosen again for the depths that then suffice."""
     table, limit_s = simulations.table, simulations.time_s(fewest) * (1 + TOLERANCE)
-    faithful = predict(table, with_best_codecs(table.problem, fewest, simulations, limit_s))
+    faithful = predict(table, with_best_codecs(simulations, fewest, limit_s))
     shallow = _shallowest(simulations, faithful)
     if shallow is faithful:
         return faithful
-    again = with_best_codecs(table.problem, shallow.plan, simulations, limit_s)
+    again = with_best_codecs(simulations, shallow.plan, limit_s)
     return predict(table, again) if again != shallow.plan else shallow
 
 
@@ -150,8 +150,7 @@ def _replicas(table: ClusterTable, first: PipelinePlan) -> Replicas | None:
         free = [host for host in range(table.num_hosts) if host not in used]
         if len(free) < first.num_stages:
             break
-        simulations = Simulations(table, BUDGET_ACTIONS // 20)
-        found = Search(table, free, table.problem.fewest_bits, simulations, like=first).run()
+        found = Search(Simulations(table, BUDGET_ACTIONS // 20), free, like=first).run()
         together = _combined(table, [*plans, found[0]]) if found else None
         if together is None or together.step_s >= best.step_s:
             break
@@ -261,7 +260,7 @@ def _why_nothing_fits(table: ClusterTable) -> str:
     """The need of the easiest stage of all, and the memory that there is."""
     problem, model = table.problem, table.problem.model
     count = min(table.num_hosts, model.num_layers, 3)
-    stages = StageCosts(table, range(count), model.micro_batches[0], *problem.fewest_bits)
+    stages = StageCosts(table, range(count), model.micro_batches[0])
     ones = np.ones(count)
     need = float((stages.fixed_nbytes(ones) + stages.held_nbytes(ones)).min())
     largest = int(np.argmax(table.memory))
@@ -271,7 +270,7 @@ def _why_nothing_fits(table: ClusterTable) -> str:
             f"flight: it needs {format_size(need)} or more, and the largest, {problem.cluster.hosts[largest].name}, "
             f"has {format_size(float(table.memory[largest]))}"
         )
-    if CandidateSearch(table, range(table.num_hosts), problem.fewest_bits).run():
+    if CandidateSearch(table, range(table.num_hosts)).run():
         return (
             f"no choice of hosts{_in_stages(problem)} has the memory for what {' and '.join(problem.schedules)} keeps "
             f"in flight; with fewer micro-batches in flight the model fits: try --schedules 1f1b"

@@ -96,17 +96,6 @@ def test_what_no_codec_takes_or_shortens_goes_as_it_is(tensor: torch.Tensor) -> 
     second.unpack(THIRD)
 
 
-def test_tensors_that_cross_together_keep_their_places() -> None:
-    mask, x, y = torch.ones(2, 8, dtype=torch.int64), hidden(2, 8, 64), hidden(2, 8, 32)
-    buffers = [torch.zeros_like(tensor) for tensor in (mask, x, y)]
-    first, second = end(0), end(1)
-    deliver(pack(first, mask, x, y), expect(second, *buffers))
-    second.unpack(THIRD)
-    assert torch.equal(buffers[0], mask)
-    assert (buffers[1] - x).abs().max() < 1
-    assert (buffers[2] - y).abs().max() < 1
-
-
 def packed(without_gradient: Collection[int], *tensors: torch.Tensor) -> list[bool]:
     """Which go as messages, at the sender; the receiver is held to the same."""
     slots = agreed(*tensors, without_gradient=without_gradient)
@@ -157,32 +146,6 @@ def test_tensors_that_were_not_agreed_on_are_refused_where_they_are_sent() -> No
         end(0).pack(sends(hidden(2, 7, 64)), THIRD, agreed(x))
     with pytest.raises(CodecError, match=where + ".* one of 1 tensors, 2 were agreed on"):
         end(0).pack(sends(x), THIRD, agreed(x, x))
-
-
-def test_another_schedule_may_have_another_shape() -> None:
-    first = end(0)
-    pack(first, hidden(2, 8, 64))
-    first.begin_step(has_backward=True)
-    pack(first, hidden(2, 7, 64))
-
-
-def test_evaluations_do_not_count_as_steps_of_training() -> None:
-    evaluated, other = (end(0, "fixed:bits=4,round=stochastic") for _ in range(2))
-    evaluated.begin_step(has_backward=False)
-    for packing in (evaluated, other):
-        packing.begin_step(has_backward=True)
-    assert torch.equal(*(pack(packing, hidden(2, 8, 64))[0].tensor for packing in (evaluated, other)))
-
-
-def test_a_step_is_counted_once_something_crosses() -> None:
-    """A schedule refuses what it was given on one rank alone, and the caller gives it something else."""
-    refused, other = (end(0, "fixed:bits=4,round=stochastic") for _ in range(2))
-    refused.begin_step(has_backward=True)
-    x = hidden(2, 8, 64)
-    for _ in range(2):
-        assert torch.equal(*(pack(packing, x)[0].tensor for packing in (refused, other)))
-        for packing in (refused, other):
-            packing.begin_step(has_backward=True)
 
 
 def test_every_part_of_a_name_changes_the_key() -> None:

@@ -199,7 +199,7 @@ def test_better_codec_of_shorter_frames_is_found_above_one_that_costs_too_much()
     coarse = PipelinePlan((0, 1), (2, 2), 1, 64, "1f1b", (64, 64), ("wf:bits=3",), ("wf",))
     four, tah = (simulations.time_s(replace(coarse, activations=(codec,))) for codec in ("wf:bits=4", "tah"))
     assert four < tah
-    assert with_best_codecs(problem, coarse, simulations, limit_s=four).activations == ("wf:bits=4",)
+    assert with_best_codecs(simulations, coarse, limit_s=four).activations == ("wf:bits=4",)
 
 
 def test_better_codecs_have_room_in_memory():
@@ -254,7 +254,7 @@ def test_paths_of_sites_and_hosts():
 
 def test_filled_divisions_are_as_good_as_all(monkeypatch):
     hosts = [host("a", 0.01), host("b", 0.03), host("c", 0.02, memory=400_000)]
-    stages = StageCosts(ClusterTable(ask(hosts, 20, 16, block=60_000.0, round_trip=0.05)), (0, 1, 2), 1, "wf", "eden")
+    stages = StageCosts(ClusterTable(ask(hosts, 20, 16, block=60_000.0, round_trip=0.05)), (0, 1, 2), 1)
     every = best_divisions(stages, 20, 1, split=False)
     monkeypatch.setattr("tahq.plan.search.stages.MAX_ALL", 0)
     filled = best_divisions(stages, 20, 1, split=False)

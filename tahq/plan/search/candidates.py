@@ -50,19 +50,13 @@ class Candidate(NamedTuple):
 
 
 class CandidateSearch:
-    """Finds the candidates among some hosts.
+    """Finds the candidates among some hosts, with the codecs of fewest bits.
 
-    Args:
-        table: the cluster.
-        hosts: the hosts that may be used.
-        wires: the codecs of the two directions.
-        like: a plan whose number of stages and micro-batch size are kept; None: both are open.
+    `like`: a plan whose number of stages and micro-batch size are kept; None: both are open.
     """
 
-    def __init__(
-        self, table: ClusterTable, hosts: Sequence[int], wires: tuple[str, str], like: PipelinePlan | None = None
-    ) -> None:
-        self._table, self._hosts, self._wires, self._model = table, tuple(hosts), wires, table.problem.model
+    def __init__(self, table: ClusterTable, hosts: Sequence[int], like: PipelinePlan | None = None) -> None:
+        self._table, self._hosts, self._model = table, tuple(hosts), table.problem.model
         self._micro_batches = (like.micro_batch,) if like else self._model.micro_batches
         self._num_stages = like.num_stages if like else table.problem.num_stages
         self._scores: dict[tuple[tuple[int, ...], int], float] = {}
@@ -89,7 +83,7 @@ class CandidateSearch:
         return ranked[: _MAX_EVERYTHING // len(self._micro_batches)]
 
     def _searched(self, sizes: Sequence[int]) -> list[Order]:
-        searches = {size: OrderSearch(self._table, self._hosts, size, self._wires) for size in self._micro_batches}
+        searches = {size: OrderSearch(self._table, self._hosts, size) for size in self._micro_batches}
         found: dict[Order, None] = {}
         for micro_batch in self._promising({size: each.fastest_alone(sizes) for size, each in searches.items()}):
             found |= dict.fromkeys(searches[micro_batch].best(sizes, partial(self._score, micro_batch=micro_batch)))
@@ -115,7 +109,7 @@ class CandidateSearch:
         return self._scores[key]
 
     def _divided(self, order: Order, micro_batch: int, keep: int = _KEPT_DIVISIONS) -> list[Candidate]:
-        stages = StageCosts(self._table, order, micro_batch, *self._wires)
+        stages = StageCosts(self._table, order, micro_batch)
         split = "zero-bubble" in self._table.problem.schedules
         return [
             Candidate(float(bound_s), order, micro_batch, tuple(map(int, layers)))
@@ -146,11 +140,11 @@ def stage_counts(most: int, wanted: int | None) -> tuple[int, ...]:
 
 
 class OrderSearch:
-    """Searches good orders of many hosts; micro-batch size and codecs (`wires`) give the seconds of hops and hosts."""
+    """Searches good orders of many hosts; the micro-batch size gives the seconds of hops and hosts."""
 
-    def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int, wires: tuple[str, str]) -> None:
+    def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int) -> None:
         self._hosts, self._model, index = hosts, table.problem.model, np.array(hosts)
-        out, back = (table.problem.frame_nbytes(codec, micro_batch) for codec in wires)
+        out, back = (table.problem.frame_nbytes(codec, micro_batch) for codec in table.problem.fewest_bits)
         times = table.times(micro_batch)
         self._layer_s = (times.block_forward + times.block_backward)[index]
         self._wire_s = transmission_s(out + back, np.minimum(table.up, table.down)[index])

@@ -35,9 +35,7 @@ TOLERANCE = 0.01
 """Share of the tokens per second that quality may cost in all."""
 
 
-def with_best_codecs(
-    problem: PlanProblem, plan: PipelinePlan, simulations: Simulations, limit_s: float | None = None
-) -> PipelinePlan:
+def with_best_codecs(simulations: Simulations, plan: PipelinePlan, limit_s: float | None = None) -> PipelinePlan:
     """The plan with the most faithful codecs that speed and memory allow; one per direction where a step is long.
 
     It begins with the plan's own codecs. Its step may take `limit_s`; None: `TOLERANCE` longer than it does.
@@ -48,7 +46,7 @@ def with_best_codecs(
     places = [(direction, group) for direction in ("gradients", "activations") for group in groups if group]
     while places:
         for place in list(places):
-            for above in _rungs_above(problem, plan, *place):
+            for above in _rungs_above(simulations.table.problem, plan, *place):
                 if fits_memory(simulations.table, above) and simulations.time_s(above) <= limit_s:
                     plan = above
                     break

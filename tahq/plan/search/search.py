@@ -62,17 +62,10 @@ class Simulations:
 class Search:
     """One search for the best pipeline of some hosts; the arguments are those of `CandidateSearch`."""
 
-    def __init__(
-        self,
-        table: ClusterTable,
-        hosts: Sequence[int],
-        wires: tuple[str, str],
-        simulations: Simulations,
-        like: PipelinePlan | None = None,
-    ) -> None:
-        self._table, self._hosts, self._wires, self._simulations = table, frozenset(hosts), wires, simulations
-        self._problem, self._model = table.problem, table.problem.model
-        self._candidates = CandidateSearch(table, hosts, wires, like)
+    def __init__(self, simulations: Simulations, hosts: Sequence[int], like: PipelinePlan | None = None) -> None:
+        self._simulations, self._table, self._hosts = simulations, simulations.table, frozenset(hosts)
+        self._problem, self._model = self._table.problem, self._table.problem.model
+        self._candidates = CandidateSearch(self._table, hosts, like)
 
     def run(self) -> list[PipelinePlan]:
         """Plans, the fastest first; empty: no host has the memory for anything."""
@@ -101,7 +94,7 @@ class Search:
 
         The deepest profile alone tells little: it is often not the fastest, least of all with 1F1B.
         """
-        stages = StageCosts(self._table, candidate.hosts, candidate.micro_batch, *self._wires)
+        stages = StageCosts(self._table, candidate.hosts, candidate.micro_batch)
         for schedule in self._problem.schedules:
             if schedule == "interleaved" and not self._interleaves(candidate):
                 continue
@@ -122,7 +115,7 @@ class Search:
         return enough and num_micro_batches % num_stages == 0 and num_stages > 1
 
     def _plan(self, candidate: Candidate, schedule: str, depths: tuple[int, ...]) -> PipelinePlan:
-        activations, gradients = ((codec,) * (len(candidate.hosts) - 1) for codec in self._wires)
+        activations, gradients = ((codec,) * (len(candidate.hosts) - 1) for codec in self._problem.fewest_bits)
         return PipelinePlan(
             hosts=candidate.hosts,
             layers=candidate.layers,
@@ -162,7 +155,7 @@ class Search:
                     break
 
     def _neighbours(self, plan: PipelinePlan) -> Iterator[PipelinePlan]:
-        stages = StageCosts(self._table, plan.hosts, plan.micro_batch, *self._wires)
+        stages = StageCosts.of(self._table, plan)
         for layers in _moved(plan.layers, least=plan.chunks_per_stage):
             limits = stages.depth_limits(np.array(layers, dtype=float))
             if limits[-1] >= 1 and (plan.depths or plan.schedule != "gpipe" or limits[-1] >= plan.num_micro_batches):

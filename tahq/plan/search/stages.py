@@ -39,15 +39,15 @@ class StageCompute(NamedTuple):
 
 
 class StageCosts:
-    """The hosts of one order, as indices in the table; codecs by cut, or one for all cuts."""
+    """The hosts of one order, as indices in the table; codecs by cut, or (None) those of fewest bits."""
 
     def __init__(
         self,
         table: ClusterTable,
         hosts: Sequence[int],
         micro_batch: int,
-        activations: str | Sequence[str],
-        gradients: str | Sequence[str],
+        activations: Sequence[str] | None = None,
+        gradients: Sequence[str] | None = None,
     ) -> None:
         self.table, self._held = table, table.problem.model.held[micro_batch]
         self.hosts = np.array(hosts)
@@ -71,8 +71,9 @@ class StageCosts:
         self.latency = table.latency_s[self.ends]
         self.nbytes = np.zeros((len(hosts) - 1, 2))
         """Of a frame at each cut, forward and backward."""
-        self.outward = self._direction(0, activations, self.ends)
-        self.inward = self._direction(1, gradients, self.ends[::-1])
+        fewest_bits = [[codec] * (len(hosts) - 1) for codec in table.problem.fewest_bits]
+        self.outward = self._direction(0, activations or fewest_bits[0], self.ends)
+        self.inward = self._direction(1, gradients or fewest_bits[1], self.ends[::-1])
         self._frame_nbytes = np.zeros(len(hosts))
         self._frame_nbytes[:-1] += self.nbytes.sum(axis=1)
         self._frame_nbytes[1:] += self.nbytes.sum(axis=1)
@@ -123,9 +124,8 @@ class StageCosts:
         limits: Array = np.minimum.accumulate(np.clip(fit, 0, self.num_micro_batches), axis=-1)
         return limits
 
-    def _direction(self, number: int, codecs: str | Sequence[str], ends: tuple[Array, Array]) -> DirectionSeconds:
+    def _direction(self, number: int, codecs: Sequence[str], ends: tuple[Array, Array]) -> DirectionSeconds:
         table, size, (sources, targets) = self.table, self.micro_batch, ends
-        codecs = [codecs] * len(sources) if isinstance(codecs, str) else codecs
         nbytes = np.array([table.problem.frame_nbytes(codec, size) for codec in codecs])
         self.nbytes[:, number] = nbytes
         encode, decode = (
