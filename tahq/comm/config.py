@@ -60,6 +60,10 @@ def _dialled_host_port(text: str) -> str:
     return text
 
 
+def _advertised(text: str) -> str:
+    return text if text == "none" else _dialled_host_port(text)
+
+
 HostPort = Annotated[str, AfterValidator(_host_port)]
 """host:port to listen on; port 0 is any free port, an IPv6 address is in brackets."""
 
@@ -213,7 +217,7 @@ class MachineConfig(Section):
     """More arguments for ssh, such as ["-p", "2222"]."""
     bind: HostPort = "0.0.0.0:0"
     """Address and port that its worker listens on; port 0: any free port."""
-    advertise: Literal["none"] | DialledHostPort | None = None
+    advertise: Annotated[str, AfterValidator(_advertised)] | None = None
     """host:port that neighbours dial, if it differs (a port forwarded by a router); `none`: this
     host can only dial out. None: address and the bound port."""
     device: Device = "auto"

@@ -74,11 +74,7 @@ def default_key_path() -> Path:
 
 
 def read_key_file(path: Path) -> KeyPair:
-    """The pair of the secret key in a file.
-
-    Raises:
-        UserError: it is unreadable, readable by others, or holds no secret key. The message says what to do.
-    """
+    """The pair of the secret key in a file; UserError if it is unreadable, readable by others, or holds no key."""
     try:
         with path.open(encoding="ascii", errors="replace") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -119,11 +115,7 @@ def write_key_file(path: Path, keys: KeyPair) -> None:
 
 
 def read_or_make_key_file(path: Path) -> KeyPair:
-    """The pair in a file, which is created if missing; if several processes do so at once, one wins.
-
-    Raises:
-        UserError: as `read_key_file` and `write_key_file`.
-    """
+    """The pair in a file, which is created if missing; if several processes do so at once, one wins."""
     if not path.exists():
         with contextlib.suppress(FileExistsError):  # another process was faster
             write_key_file(path, new_key_pair())
@@ -131,11 +123,7 @@ def read_or_make_key_file(path: Path) -> KeyPair:
 
 
 def read_public_keys(path: Path) -> list[str]:
-    """The public keys in a file, one per line; the rest of a line, and lines that begin with #, are comments.
-
-    Raises:
-        UserError: it cannot be read, or a line has no key; the message names file and line.
-    """
+    """The public keys in a file, one per line; the rest of a line, and lines that begin with #, are comments."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -15,23 +15,17 @@ from tahq.errors import ConfigError, UserError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A worker as its neighbours see it.
-
-    Attributes:
-        stage: its number.
-        host: for messages.
-        address: host:port to dial; empty: it only dials out.
-        site: its site; empty: no other host is near.
-        device: of its stage.
-        public_key: its CURVE key; empty: no CURVE.
-    """
+    """A worker as its neighbours see it."""
 
     stage: int
     host: str
     address: str
+    """host:port to dial; empty: it only dials out."""
     site: str = ""
+    """Empty: no other host is near."""
     device: str = "cpu"
     public_key: str = ""
+    """Of CURVE; empty: no CURVE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +77,15 @@ def plan_links(
 def _transport(lower: Endpoint, upper: Endpoint, inside: LinkTransport) -> LinkTransport:
     if not lower.site or lower.site != upper.site:
         return "zmq"
-    if inside == "nccl":
-        _check_devices(lower, upper)
-    return inside
-
-
-def _check_devices(lower: Endpoint, upper: Endpoint) -> None:
+    if inside != "nccl":
+        return inside
     one, other = (f"stage {end.stage} ({end.host}) is on {end.device}" for end in (lower, upper))
     both = f"{one}, {other}"
     if not (lower.device.startswith("cuda") and upper.device.startswith("cuda")):
         raise ConfigError(f"links.inside: nccl joins CUDA devices, but {both}; use links.inside: gloo or zmq")
     if (lower.host, lower.device) == (upper.host, upper.device):
         raise ConfigError(f"links.inside: nccl joins two devices, but {both}; use links.inside: gloo or zmq")
+    return inside
 
 
 @dataclass(frozen=True, slots=True)

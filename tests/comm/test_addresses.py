@@ -2,7 +2,6 @@ import pytest
 
 from tahq.comm.zmq.addresses import (
     advertised_address,
-    dial_endpoint,
     format_address,
     local_address_towards,
     parse_address,
@@ -17,7 +16,6 @@ from tahq.errors import UserError
 def test_address_parses_and_prints(text, host, port):
     assert parse_address(text, "bind") == (host, port)
     assert format_address(host, port) == text
-    assert dial_endpoint(text, "peer") == f"tcp://{text}"
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":7", "host:-1", "host:65536", "host:7x", "host:²"])

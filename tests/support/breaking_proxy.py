@@ -29,7 +29,6 @@ class BreakingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def reset(self) -> None:
-        """Reset every connection: what is on its way is lost."""
         self._resets += 1
 
     def cut(self) -> None:
@@ -41,11 +40,9 @@ class BreakingProxy:
         self._insertions[towards] = data
 
     def heal(self) -> None:
-        """Go on."""
         self._is_open.set()
 
     def close(self) -> None:
-        """Reset all, and listen no more."""
         self._is_closed = True
         self._listener.close()
         self._is_open.set()

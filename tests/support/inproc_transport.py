@@ -41,11 +41,9 @@ class VirtualClock:
         return self._now_s
 
     def enrol(self, actor: Actor) -> None:
-        """Let this one act when its times come."""
         self._actors.append(actor)
 
     def advance(self, duration_s: float) -> None:
-        """Move on by so much, everything that is due being done at its time."""
         until_s = self._now_s + duration_s
         while self.step(until_s):
             pass
@@ -89,13 +87,11 @@ class InprocTransport:
     # The contract
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
-        """Post a receive."""
         self._check_usable()
         self._session.expect(id, max_nbytes)
         self._publish()
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame."""
         check_sendable(frame)
         self._check_usable()
         self._counter.count(frame)
@@ -116,7 +112,6 @@ class InprocTransport:
                 self._wait(deadline_s)
 
     def take_stats(self) -> list[LinkStats]:
-        """What was sent since the last call."""
         outbound = self._session.outbound
         times = (outbound.take_piece_times(), self._session.heartbeats.recent)
         return self._counter.take(outbound.busy, outbound.sending, self._clock(), *times)
@@ -133,11 +128,9 @@ class InprocTransport:
     # What can go wrong
 
     def vanish(self) -> None:
-        """Stop sending and receiving, as if the process were killed."""
         self._has_vanished = True
 
     def lose_next(self, count: int) -> None:
-        """Lose the next messages that leave this side."""
         self._to_lose = count
 
     def greet(self) -> None:
@@ -149,13 +142,11 @@ class InprocTransport:
     # What the clock calls
 
     def next_s(self) -> float:
-        """When this end next has something to do."""
         if self._has_vanished:
             return math.inf
         return min(self._uplink.next_s, self._downlink.next_s, self._session.timer_s, self._resume_s)
 
     def act(self, now_s: float) -> None:
-        """Receive, see to timers, send: what is due by now."""
         if self._has_vanished:
             return
         try:
@@ -251,5 +242,4 @@ class InprocPair:
 
     @property
     def transports(self) -> tuple[InprocTransport, InprocTransport]:
-        """Both ends, the lower stage's first."""
         return self.lower, self.upper

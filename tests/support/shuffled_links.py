@@ -42,13 +42,11 @@ class ShuffledNetwork:
         return lower, upper
 
     def leave(self) -> None:
-        """A stage is done, or has failed."""
         with self._changed:
             self._running -= 1
             self._deliver_if_all_wait()
 
     def put(self, target: "ShuffledLink", frame: Frame) -> None:
-        """A frame has been sent."""
         with self._changed:
             self._under_way.append((target, frame))
 
@@ -92,15 +90,12 @@ class ShuffledLink:
         """Every frame is taken."""
 
     def send(self, frame: Frame) -> None:
-        """Put a frame under way."""
         self._network.put(self.peer, frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame:
-        """The next that arrives."""
         return self._network.wait_for(self)
 
     def take_stats(self) -> list[LinkStats]:
-        """Nothing is counted."""
         return []
 
     def close(self) -> None:

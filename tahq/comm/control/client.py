@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import zmq
@@ -34,7 +34,7 @@ from tahq.comm.link.session import PeerForgotError, Session
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
-from tahq.comm.zmq.addresses import dial_endpoint
+from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, who_listens
 from tahq.comm.zmq.endpoint_loop import EndpointLoop
 from tahq.comm.zmq.socket_wait import Inbox, Socket
@@ -119,7 +119,7 @@ class ControlClient:
         self._limits = SessionLimits(
             peer_timeout_s, heartbeat_s, piece_nbytes=shaping.message_nbytes, max_message_nbytes=MAX_MESSAGE_NBYTES + 16
         )
-        address = dial_endpoint(peer, "coordinator").removeprefix("tcp://")
+        address = format_address(*parse_address(peer, "coordinator"))
         self._end = _CoordinatorEnd(self, credentials)
         self._context: zmq.Context[Socket] = zmq.Context()
         own, server_key = (credentials.own, credentials.coordinator) if credentials is not None else (None, "")
@@ -172,9 +172,11 @@ class ControlClient:
         """
 
         def apply() -> None:
-            times = SessionLimits(peer_timeout_s, heartbeat_s, give_up_s=give_up_s)
+            self._limits = replace(
+                self._limits, peer_timeout_s=peer_timeout_s, heartbeat_s=heartbeat_s, give_up_s=give_up_s
+            )
             self._heartbeat_s, self._delay_s = heartbeat_s, shaping.delay_s
-            self._limits = self._end.session.use_times(times, time.monotonic())
+            self._end.session.use_times(self._limits, time.monotonic())
             self.heartbeat_at_s = min(self.heartbeat_at_s, time.monotonic() + heartbeat_s)
             self._loop.reshape(shaping)
 

@@ -195,11 +195,7 @@ class GroupReceiver:
             self._deliver(early)
 
     def answer(self, announcement: bytes) -> None:
-        """Ask for the payload of an announced frame, or say that it is not needed.
-
-        Raises:
-            RemoteProtocolError: the announcement is malformed, or exceeds what was posted or may be kept.
-        """
+        """Ask for the payload of an announced frame, or say that it is not needed; RemoteProtocolError: see `admit`."""
         header = unpack_header(announcement[: -_CHECKSUM.size], b"", self._peer)
         if header.kind or header.offset or header.id.run != self._run_id:
             raise RemoteProtocolError(

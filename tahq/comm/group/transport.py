@@ -211,12 +211,8 @@ class GroupSpec:
 def open_group(control: ZmqTransport, spec: GroupSpec) -> GroupTransport:
     """Make the group of a link whose ZMQ part is connected; blocks until both ends have done so.
 
-    Every worker opens links with groups in the order of their numbers, so that no cycle of waits arises.
-
-    Raises:
-        PeerLostError: the peer is gone, or did not open the group in time.
-        RemoteProtocolError: the peer sent a malformed address.
-        ConfigError: this machine lacks what the backend needs.
+    Every worker opens links with groups in the order of their numbers, so that no cycle of waits arises. PeerLostError:
+    the peer is gone, or did not open the group in time. ConfigError: this machine lacks what the backend needs.
     """
     if spec.backend == "nccl":
         check_nccl(spec.device)
@@ -234,7 +230,7 @@ def _meet(control: ZmqTransport, spec: GroupSpec) -> tuple[str, Store]:
     """Our address towards the peer, and the store that both ends share."""
     if spec.dial:
         address = local_address_towards(spec.dial)
-        _say_address(control, address)
+        control.say(bytes([GroupMessage.ADDRESS]) + address.encode())
         host, port = _peer_address(control)
         return address, _store(host, port, None)
     peer, _ = _peer_address(control)
@@ -242,19 +238,13 @@ def _meet(control: ZmqTransport, spec: GroupSpec) -> tuple[str, Store]:
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listener.getsockname()[1]
     store = _store(address, port, listener)
-    _say_address(control, format_address(address, port))
+    control.say(bytes([GroupMessage.ADDRESS]) + format_address(address, port).encode())
     return address, store
 
 
 def _store(host: str, port: int, listener: socket.socket | None) -> Store:
-    return c10d.TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_S),
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    master = {"is_master": listener is not None, "master_listen_fd": None if listener is None else listener.detach()}
+    return c10d.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S), **master)
 
 
 def _paths(spec: GroupSpec, store: Store, address: str, is_lower: bool) -> tuple[PayloadPath, PayloadPath]:
@@ -267,10 +257,6 @@ def _paths(spec: GroupSpec, store: Store, address: str, is_lower: bool) -> tuple
     forward = NcclPath(store, "forward", rank, spec.device, sends=is_lower, turn=turn)
     backward = NcclPath(store, "backward", rank, spec.device, sends=not is_lower, turn=turn)
     return (forward, backward) if is_lower else (backward, forward)
-
-
-def _say_address(control: ZmqTransport, text: str) -> None:
-    control.say(bytes([GroupMessage.ADDRESS]) + text.encode())
 
 
 def _peer_address(control: ZmqTransport) -> tuple[str, int]:

@@ -136,11 +136,7 @@ _NO_DIMS = (0,) * MAX_DIMS
 
 
 def check_sendable(frame: Frame, device: torch.device = CPU) -> None:
-    """Check that a transport that sends from this device's memory can take this frame.
-
-    Raises:
-        LocalProtocolError: the payload is no contiguous 1-D uint8 tensor there, or a field has no place.
-    """
+    """Raise LocalProtocolError if a transport that sends from this device's memory cannot take this frame."""
     payload = frame.payload
     if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.device != device or not payload.is_contiguous():
         raise LocalProtocolError(

@@ -101,9 +101,7 @@ class Inbound:
     def expect(self, id: LogicalId, max_nbytes: int) -> Frame | None:
         """Post a receive; the frame itself if it has come already.
 
-        Raises:
-            LocalProtocolError: the id is posted already, or was delivered already.
-            RemoteProtocolError: it has come already, and is larger than `max_nbytes`.
+        LocalProtocolError: the id was posted before. RemoteProtocolError: the frame is larger than `max_nbytes`.
         """
         if id in self._posted or id in self._consumed:
             raise LocalProtocolError(f"{self._peer}: {id} was expected before; an id is delivered once")
@@ -119,11 +117,7 @@ class Inbound:
         return frame
 
     def accept(self, header: FrameHeader, piece: bytes | memoryview) -> Frame | tuple[Channel, bytes] | None:
-        """Take the next piece; the frame if it completes one that was posted, or the message.
-
-        Raises:
-            RemoteProtocolError: it is not the next piece of the frame before it, or too much.
-        """
+        """Take the next piece (else RemoteProtocolError); the posted frame, or the message, that it completes."""
         lane = (header.channel, header.id.direction)
         assembly = self._assemblies.get(lane)
         if assembly is None:
@@ -154,8 +148,7 @@ class Inbound:
     def admit(self, header: FrameHeader) -> bool:
         """Whether memory may be taken for this frame; no if its id is coming in, kept or delivered already.
 
-        Raises:
-            RemoteProtocolError: it is larger than was posted, or exceeds the bound on frames that were not posted.
+        RemoteProtocolError: it is larger than was posted, or exceeds the bound on frames that were not posted.
         """
         id, max_nbytes = header.id, self._posted.get(header.id)
         if id in self._consumed or id in self.early or id in self._admitted:
@@ -235,11 +228,7 @@ class Resequencer:
         return self.has_lost or (min(self._rounds) < self.round and not self._is_precaution)
 
     def take(self, header: FrameHeader, payload: bytes | memoryview, connection: int) -> list[Piece]:
-        """Take a piece, and return those that are next in order now; one that has come before is dropped.
-
-        Raises:
-            RemoteProtocolError: more waits for its turn than the peer may have on its way.
-        """
+        """Take a piece, and return those that are next in order now; one that has come before is dropped."""
         ready: list[Piece] = []
         if header.sequence == self.received + 1:
             self.received += 1
@@ -278,11 +267,7 @@ class Resequencer:
     def join_round(self, number: int, sequence: int, connection: int) -> bool:
         """All up to `sequence` was sent on this connection before, or in, the round of this number.
 
-        Returns:
-            Whether that is the latest round; if not, the peer does not know of that.
-
-        Raises:
-            RemoteProtocolError: no such round was asked for.
+        Returns whether that is the latest round. RemoteProtocolError: no such round was asked for.
         """
         if number > self.round:
             raise RemoteProtocolError(f"{self._peer}: is in round {number} of sending; {self.round} is the latest")

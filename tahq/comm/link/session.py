@@ -19,7 +19,7 @@ import math
 from tahq.comm.link.frame import Channel, Frame, FrameHeader, FrameKind, LogicalId, Outgoing
 from tahq.comm.link.inbound import Allocate, Inbound, Resequencer, pageable
 from tahq.comm.link.outbound import FAREWELL, Outbound, Rank
-from tahq.comm.link.signals import Arrivals, Heartbeats, Liveness, Signals, unpack_acknowledgement
+from tahq.comm.link.signals import MAX_REASON_NBYTES, Arrivals, Heartbeats, Liveness, Signals, unpack_acknowledgement
 from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits, decode_text
 from tahq.comm.link.transitions import TRANSITIONS, End, Event
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
@@ -70,10 +70,7 @@ class Session:
         self._plan_hellos()
 
     def take_over(self, before: "Session", now_s: float) -> None:
-        """Continue where a session with an earlier process at the other end stood; call it first.
-
-        Frames that were posted, have come or were delivered stay so; queued and unacknowledged ones are forgotten.
-        """
+        """Continue where a session with an earlier process at the other end stood; its queued frames are forgotten."""
         self.inbound = before.inbound
         self.inbound.begin_anew()
         self.outbound.count_on_from(before.outbound, now_s)
@@ -137,11 +134,10 @@ class Session:
         """Whether the peer has given a sign of life since then."""
         return time_s < self._liveness.last_heard_s < math.inf
 
-    def use_times(self, limits: SessionLimits, now_s: float) -> SessionLimits:
-        """Take the times of these limits from now on; the bounds stay. Returns both."""
-        limits = self._liveness.use_times(limits, now_s)
+    def use_times(self, limits: SessionLimits, now_s: float) -> None:
+        """Take the times of these limits from now on; the bounds stay."""
+        self._liveness.use_times(limits, now_s)
         self.timer_s = min(self.timer_s, self._liveness.beat_at_s)
-        return limits
 
     def close(self, now_s: float, reason: str = "") -> None:
         """Say BYE after everything queued, or at once when there is a `reason` why this end cannot go on."""
@@ -172,7 +168,7 @@ class Session:
         if action == "greet":
             self._liveness.begin(now_s)
             self.timer_s = min(self.timer_s, self._liveness.beat_at_s)
-            self._plan_heartbeats()
+            self.signals.plan(FrameKind.HEARTBEAT, self.connections[self._byes_said :])
             for each in self.connections:
                 self.heard(now_s, each)
         elif action == "acknowledge":
@@ -192,10 +188,7 @@ class Session:
             self._liveness.hear(connection, now_s)
 
     def reconnected(self, connection: int) -> None:
-        """A new connection has replaced one that was lost, perhaps with some of what it carried.
-
-        Ask for everything that has not come, rather than notice with the next HEARTBEAT what is missing.
-        """
+        """A new connection has replaced one that was lost: ask at once for all that has not come."""
         if connection not in self._greeted:
             self._plan_hellos()
         elif self.remote is End.OPEN:
@@ -239,7 +232,7 @@ class Session:
             case FrameKind.HEARTBEAT:
                 round_, number = self.signals.numbers(header.kind, payload)
                 self._join_round(header.sequence, round_, connection)
-                self._arrivals.note_heartbeat(number, now_s)
+                self._arrivals.heartbeat = (number, now_s)
                 self.signals.plan(FrameKind.ACK)
             case FrameKind.BYE:
                 self._handle_bye(header.sequence, decode_text(payload), now_s, connection)
@@ -363,12 +356,10 @@ class Session:
         self.signals.cancel(FrameKind.HEARTBEAT, connection)
         if self._byes_said == len(self.connections):
             self._change(Event.SAID_BYE, now_s)
-        return self.signals.pack_bye(self.outbound.last_sequence, now_s, connection, self._bye_reason)
+        reason = self._bye_reason.encode("utf-8", "replace")[:MAX_REASON_NBYTES]
+        return self.signals.pack(FrameKind.BYE, self.outbound.last_sequence, now_s, reason, connection)
 
     # Time
-
-    def _plan_heartbeats(self) -> None:
-        self.signals.plan(FrameKind.HEARTBEAT, self.connections[self._byes_said :])
 
     def _plan_hellos(self) -> None:
         """Say HELLO again where it was not answered, if this end dials."""
@@ -376,11 +367,7 @@ class Session:
             self.signals.plan(FrameKind.HELLO, [each for each in self.connections if each not in self._greeted])
 
     def handle_timer(self, now_s: float) -> None:
-        """Do what is due by now; pass everything that has come to `receive` or `heard` first.
-
-        Raises:
-            PeerLostError: the peer has been silent for too long.
-        """
+        """Do what is due, after `receive` and `heard`; PeerLostError if the peer has been silent for too long."""
         if self.remote is End.CLOSED or self.is_settled:
             self.timer_s = math.inf
             return
@@ -396,6 +383,6 @@ class Session:
         self.timer_s = min(self._liveness.beat_at_s, self._arrivals.due_s, self._liveness.silent_at_s)
         self._liveness.check(now_s, self._spec)
         if is_beat_due and self.remote is End.OPEN:
-            self._plan_heartbeats()
+            self.signals.plan(FrameKind.HEARTBEAT, self.connections[self._byes_said :])
         elif is_beat_due:
             self._plan_hellos()

@@ -10,7 +10,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tahq.comm.link.frame import FrameHeader, FrameKind, LogicalId, Outgoing, pack_header, unpack_header
 from tahq.comm.link.spec import ANY_STAGE, LinkHello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
@@ -30,7 +30,7 @@ _PRIORITY = {kind: priority for priority, kind in enumerate(_IN_ORDER)}
 _ROUND = struct.Struct("<I")
 _ROUND_AND_NUMBER = struct.Struct("<II")
 _FIELDS = {FrameKind.RESEND: _ROUND, FrameKind.RESUME: _ROUND, FrameKind.HEARTBEAT: _ROUND_AND_NUMBER}
-_MAX_REASON_NBYTES = 1024
+MAX_REASON_NBYTES = 1024
 _HEARTBEAT_NBYTES = struct.calcsize("<IQ")
 _TICKS_PER_S = 1_000_000
 _MAX_HEARTBEATS_KEPT = 8
@@ -89,16 +89,10 @@ class Signals:
         limits = (self._limits.connections, self._limits.receive_window_nbytes)
         return self.pack(FrameKind.HELLO, 0, now_s, LinkHello(*own, connection, *limits).pack(), connection)
 
-    def pack_bye(self, sequence: int, now_s: float, connection: int, reason: str) -> Outgoing:
-        """BYE."""
-        text = reason.encode("utf-8", "replace")[:_MAX_REASON_NBYTES]
-        return self.pack(FrameKind.BYE, sequence, now_s, text, connection)
-
     def unpack(self, data: bytes | memoryview, payload: bytes | memoryview) -> FrameHeader | None:
         """The header of a message from the peer; None if it is of an earlier epoch.
 
-        Raises:
-            RemoteProtocolError: it is damaged, or of another run, link or later epoch.
+        RemoteProtocolError: it is damaged, or of another run, link or later epoch.
         """
         header = unpack_header(data, payload, self._spec)
         if header.epoch < self._place[1]:
@@ -143,7 +137,7 @@ def pack_reset(run_id: int, epoch: int, link: int) -> tuple[bytes, bytes]:
 
 def pack_refusal(hello: FrameHeader, reason: str) -> tuple[bytes, bytes]:
     """Header and payload of the BYE that answers a HELLO which is refused."""
-    payload = f"refused: {reason}".encode()[:_MAX_REASON_NBYTES]
+    payload = f"refused: {reason}".encode()[:MAX_REASON_NBYTES]
     bye = FrameHeader(FrameKind.BYE, hello.epoch, hello.link, 0, hello.id, payload_nbytes=len(payload))
     return pack_header(bye, payload), payload
 
@@ -178,11 +172,7 @@ class Acknowledgement:
 
 
 def unpack_acknowledgement(payload: bytes | memoryview, connections: int, peer: object) -> Acknowledgement:
-    """Parse the payload of an ACK, of a link with so many connections.
-
-    Raises:
-        RemoteProtocolError: its length is impossible.
-    """
+    """Parse an ACK of a link with so many connections; RemoteProtocolError if its length is impossible."""
     num_passed = connections if connections > 1 else 0
     num_times, left = divmod(len(payload) - 8 * num_passed - _HEARTBEAT_NBYTES, 8)
     if left or not 0 <= num_times <= MAX_TIMES:
@@ -203,7 +193,8 @@ class Arrivals:
         """Bytes since the last ACK."""
         self._arrived_s: dict[int, float] = {}
         self._told = 0
-        self._heartbeat = (0, 0.0)
+        self.heartbeat = (0, 0.0)
+        """Number of the last HEARTBEAT that came since the last ACK, and when."""
 
     def note(self, sequence: int, nbytes: int, now_s: float) -> bool:
         """A message is here; one that comes again keeps its first time. Returns whether to acknowledge at once."""
@@ -214,14 +205,10 @@ class Arrivals:
             self.due_s = now_s + ACK_DELAY_S
         return self._nbytes >= ACK_AT_ONCE_NBYTES
 
-    def note_heartbeat(self, number: int, now_s: float) -> None:
-        """A HEARTBEAT of this number is here."""
-        self._heartbeat = (number, now_s)
-
     def tell(self, received: int, passed: Sequence[int]) -> Acknowledgement:
         """The times that the peer was not told yet, when all up to `received` have come."""
         times_s = [self._arrived_s.pop(number) for number in range(self._told + 1, received + 1)]
-        heartbeat, self._heartbeat = self._heartbeat, (0, 0.0)
+        heartbeat, self.heartbeat = self.heartbeat, (0, 0.0)
         self._told, self.due_s, self._nbytes = received, math.inf, 0
         return Acknowledgement(passed, *heartbeat, times_s[-MAX_TIMES:])
 
@@ -251,12 +238,9 @@ class Heartbeats:
         return self.last
 
     def answered(self, number: int, arrived_s: float, now_s: float) -> None:
-        """The one with this number came at `arrived_s`, by the peer's clock; 0 is none.
-
-        One that is answered at the moment it left has met no network: the two ends are joined in one process.
-        """
+        """The one with this number came at `arrived_s`, by the peer's clock; 0 is none."""
         left_s = self._alone_s.pop(number, None)
-        if left_s is not None and now_s > left_s:
+        if left_s is not None and now_s > left_s:  # else the two ends are joined in one process
             self._recent.append(HeartbeatTimes(self._epoch, left_s, arrived_s, now_s))
 
     @property
@@ -269,7 +253,6 @@ class Liveness:
     """The end that `dials` is due to speak at once, the other when the two have met (`begin`)."""
 
     def __init__(self, limits: SessionLimits, dials: bool) -> None:
-        self.limits = limits
         self.beat_at_s = 0.0 if dials else math.inf
         """When the next HEARTBEAT, or HELLO, is due."""
         self.is_held = False
@@ -278,16 +261,17 @@ class Liveness:
         """When the peer was last heard, on the connections that must not fall silent."""
         self.left: set[int] = set()
         """The connections on which the peer has said BYE."""
+        self.use_times(limits, 0.0)
 
     def begin(self, now_s: float) -> None:
         """The two ends have met: a HEARTBEAT leaves now, and the next one after the interval."""
-        self.beat_at_s = now_s + self.limits.heartbeat_s
+        self.beat_at_s = now_s + self._heartbeat_s
 
     def beat(self, now_s: float) -> bool:
         """Whether the next sign of life is due."""
         is_due = now_s >= self.beat_at_s
         if is_due:
-            self.beat_at_s = now_s + self.limits.heartbeat_s
+            self.beat_at_s = now_s + self._heartbeat_s
         return is_due
 
     def hear(self, connection: int, now_s: float) -> None:
@@ -313,22 +297,20 @@ class Liveness:
     @property
     def silent_at_s(self) -> float:
         """When the peer will have been silent for too long."""
-        return self.last_heard_s + self.limits.silence_s
+        return self.last_heard_s + self._silence_s
 
     def is_quiet(self, now_s: float) -> bool:
         """Whether the peer has missed heartbeats."""
-        return now_s - self.last_heard_s > _SILENT_HEARTBEATS * self.limits.heartbeat_s
+        return now_s - self.last_heard_s > _SILENT_HEARTBEATS * self._heartbeat_s
 
     def check(self, now_s: float, peer: object) -> None:
         """Raise PeerLostError, once, if the peer has been silent for too long."""
         if now_s >= self.silent_at_s:
             self._heard_s.clear()
-            raise PeerLostError(f"{peer}: no sign of life for {self.limits.silence_s:.1f} s")
+            raise PeerLostError(f"{peer}: no sign of life for {self._silence_s:.1f} s")
 
-    def use_times(self, limits: SessionLimits, now_s: float) -> SessionLimits:
-        """Take the times of these limits from now on; the bounds stay. Returns both."""
-        times = {name: getattr(limits, name) for name in ("peer_timeout_s", "heartbeat_s", "give_up_s")}
-        self.limits = replace(self.limits, **times)
+    def use_times(self, limits: SessionLimits, now_s: float) -> None:
+        """Take the times of these limits from now on."""
+        self._heartbeat_s, self._silence_s = limits.heartbeat_s, limits.silence_s
         if self.beat_at_s < math.inf:
-            self.beat_at_s = min(self.beat_at_s, now_s + self.limits.heartbeat_s)
-        return self.limits
+            self.beat_at_s = min(self.beat_at_s, now_s + self._heartbeat_s)

@@ -128,12 +128,7 @@ class WireClock:
         pieces: Mapping[int, Sequence[PieceTimes]],
         heartbeats: Mapping[int, Sequence[HeartbeatTimes]] | None = None,
     ) -> list[Passage]:
-        """When each piece had the wire, in that order.
-
-        Args:
-            pieces: those acknowledged since the last call, by link.
-            heartbeats: the last few of each link; None: not known.
-        """
+        """When each piece acknowledged since the last call had the wire, in that order; both arguments are by link."""
         known = heartbeats or {}
         passed = [item for link, sent in pieces.items() for item in self._passed(link, sent, known.get(link, ()))]
         passed.sort(key=lambda item: item[0])

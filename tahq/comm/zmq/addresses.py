@@ -9,15 +9,7 @@ from tahq.errors import UserError
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
-    """Host and port of ``10.0.0.3:7000``, ``host:7000`` or ``[::1]:7000``.
-
-    Args:
-        text: the address.
-        what: its owner, for the error message.
-
-    Raises:
-        UserError: it is malformed.
-    """
+    """Host and port of ``10.0.0.3:7000``, ``host:7000`` or ``[::1]:7000``; else UserError, which begins with `what`."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -30,17 +22,8 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def dial_endpoint(text: str, what: str) -> str:
-    """The endpoint that `zmq.Socket.connect` takes for this address; UserError if it is malformed."""
-    return f"tcp://{format_address(*parse_address(text, what))}"
-
-
 def bind_router(router: "zmq.Socket[bytes]", text: str, what: str) -> int:
-    """Bind to host:port (port 0: any free one) and return the port.
-
-    Raises:
-        UserError: the address is malformed, not this machine's, or in use.
-    """
+    """Bind to host:port (port 0: any free one) and return the port; UserError if the address cannot be used."""
     host, port = parse_address(text, what)
     try:
         numeric = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -67,11 +50,7 @@ def advertised_address(bind: str, bound_port: int, advertise: str | None) -> str
 
 
 def local_address_towards(peer: str) -> str:
-    """The IP address of this host on its route to `peer` (host:port); nothing is sent.
-
-    Raises:
-        UserError: there is no route.
-    """
+    """The IP address of this host on its route to `peer` (host:port), without sending; UserError: there is no route."""
     host, port = parse_address(peer, "peer")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

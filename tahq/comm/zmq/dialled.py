@@ -98,8 +98,16 @@ class Dialled:
         for event in self._monitor.take():
             if event.kind in (monitor.CONNECTED, monitor.RETRIED):
                 self.redial_s = math.inf  # ZMQ dials by itself
-            if (outcome := self._outcome(event)) is not None:
-                self._note(outcome)
+            outcome = self._outcome(event)
+            if outcome is Outcome.SUCCEEDED:
+                self.redial_s = math.inf
+                if self._is_again:
+                    self._end.session.reconnected(self._connection)
+                self._is_again = True
+            elif outcome not in (None, Outcome.HUNG_UP):  # after which ZMQ dials by itself
+                self.redial_s = self._clock() + _REDIAL_S
+            if outcome is not None:
+                self._end.note_outcome(outcome, self)
         if self.redial_s <= self._clock():
             self.redial_s = math.inf
             self._is_again = True
@@ -143,16 +151,6 @@ class Dialled:
             return Outcome.NO_CURVE
         self.num_hang_ups += 1
         return Outcome.BROKEN
-
-    def _note(self, outcome: Outcome) -> None:
-        if outcome is Outcome.SUCCEEDED:
-            self.redial_s = math.inf
-            if self._is_again:
-                self._end.session.reconnected(self._connection)
-            self._is_again = True
-        elif outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
-            self.redial_s = self._clock() + _REDIAL_S
-        self._end.note_outcome(outcome, self)
 
 
 # What listens at an address, by the first bytes that every ZMQ socket sends

@@ -32,7 +32,7 @@ from tahq.comm.link.spec import (
     SessionLimits,
 )
 from tahq.comm.zmq import files
-from tahq.comm.zmq.addresses import advertised_address, bind_router, dial_endpoint
+from tahq.comm.zmq.addresses import advertised_address, bind_router, format_address, parse_address
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.endpoint_loop import EndpointLoop, OnTrouble
 from tahq.comm.zmq.files import FetchingEnd, FileSource, FileStore, ServingEnd
@@ -181,7 +181,7 @@ class ZmqEndpoint:
         spec = _spec(link, end.spec.peer_stage, peer_name, dial)
         session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._settings.allocate)
         switch = partial(end.relink, spec, session, wanted, peer_key)
-        self._loop.relink(end, self._dial_all(end, dial, peer_key), switch)
+        self._loop.submit(end, partial(self._loop.relink, end, self._dial_all(end, dial, peer_key), switch))
 
     def after_that(self, action: Callable[[], None]) -> None:
         """Call this in the I/O thread, when all that was asked of it before is done; any thread may ask."""
@@ -217,9 +217,9 @@ class ZmqEndpoint:
         return [self._dial(end, address, peer_key, connection) for connection in range(count)]
 
     def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int = 0) -> Dialled:
-        endpoint = dial_endpoint(address, str(end.spec))
+        canonical = format_address(*parse_address(address, str(end.spec)))
         dealer = open_dealer(self._context, b"tahq", self._limits.peer_timeout_s, self._keys, peer_key)
-        return Dialled(dealer, endpoint.removeprefix("tcp://"), end, connection)
+        return Dialled(dealer, canonical, end, connection)
 
     # Files
 

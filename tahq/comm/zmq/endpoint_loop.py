@@ -108,10 +108,6 @@ class EndpointLoop:
             raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
         self.submit(end, partial(self._open, end, dealers))
 
-    def relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
-        """Have another process at the other end of a link; `switch` is called in between, in the I/O thread."""
-        self.submit(end, partial(self._relink, end, dealers, switch))
-
     def stop(self) -> None:
         """End the thread's body, and release the sockets."""
         self.submit(None, self._stop)
@@ -204,7 +200,8 @@ class EndpointLoop:
             for arrival in arrivals:
                 self._arrive(arrival)
 
-    def _relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
+    def relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
+        """Have another process at the other end of a link; `switch` is called in between; in the I/O thread."""
         self._close(next(wire for wire in self._wires if wire.end is end))
         switch()
         self._open(end, dealers)

@@ -149,12 +149,7 @@ class FileTransfer:
         return max(0.0, self._free_s - now_s) if self._may_ask() else math.inf
 
     def take(self, reply: bytes, now_s: float) -> bytes:
-        """The bytes of a reply.
-
-        Raises:
-            RemoteProtocolError: it does not answer the oldest request.
-            PeerLostError: the source does not have the file.
-        """
+        """The bytes of a reply, which must answer the oldest request."""
         peer = str(self._source)
         if len(reply) < _REPLY.size or not self._under_way:
             raise RemoteProtocolError(f"{peer}: sent {len(reply)} bytes for {len(self._under_way)} requests")

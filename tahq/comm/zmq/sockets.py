@@ -127,11 +127,7 @@ LEAST: Final = 256
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process `ENOUGH` open files, or as many as the system permits; never lowers the limit.
-
-    Raises:
-        UserError: the system permits too few.
-    """
+    """Allow this process `ENOUGH` open files, or as many as the system permits (UserError if they are too few)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
