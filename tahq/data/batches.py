@@ -51,17 +51,10 @@ class StepBatch:
 
 
 class BatchSource:
-    """Batches of a dataset, by step.
+    """Batches of `global_batch` samples in micro-batches of `micro_batch`, which divides it, by step.
 
-    Args:
-        dataset: where the samples come from.
-        seed: the run's, in [0, 2**63).
-        global_batch: samples per step.
-        micro_batch: samples per micro-batch; divides `global_batch`.
-        origin: where this run began or resumed.
-
-    Raises:
-        DataError: an epoch has fewer samples than a batch.
+    `seed` is the run's, in [0, 2**63); `origin`: where this run began or resumed. DataError if an epoch has fewer
+    samples than a batch.
     """
 
     def __init__(
@@ -91,10 +84,7 @@ class BatchSource:
         """Batch `index` of the validation split, in one order for all runs: the first few batches are a fair sample.
 
         Every index gives a full batch, so that stages agree on the number of batches without knowing the data: past the
-        end, samples are repeated without loss, and `num_tokens` does not count them.
-
-        Raises:
-            DataError: nothing is held out.
+        end, samples are repeated without loss, and `num_tokens` does not count them. DataError if nothing is held out.
         """
         num_samples = self._dataset.num_validation_samples
         if num_samples == 0:

@@ -58,11 +58,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
-        """Tokens and labels of samples, each int64 [B, seq_len].
-
-        Raises:
-            DataError: a token is not in the tokenizer's vocabulary.
-        """
+        """Tokens and labels of samples, each int64 [B, seq_len]; DataError if a token is not in the vocabulary."""
 
 
 def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
@@ -98,12 +94,8 @@ class Region(NamedTuple):
 def split_tokens(num_tokens: int, validation: float) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     """Regions for training and for validation, in ascending order, disjoint, and together everything.
 
-    Args:
-        num_tokens: tokens of the data.
-        validation: share held out, in [0, 1).
-
     Example:
-        >>> split_tokens(100, 0.1)
+        >>> split_tokens(100, 0.1)  # the share held out
         ((Region(start=0, stop=90),), (Region(start=90, stop=100),))
     """
     if validation == 0:

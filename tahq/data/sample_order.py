@@ -44,10 +44,7 @@ def mix64(x: U64) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """A bijection of 0 … num_items−1, chosen by `key`.
-
-    Raises:
-        ValueError: `num_items` is out of range.
+    """A bijection of 0 … num_items−1, chosen by `key`; ValueError if `num_items` is out of range.
 
     Example:
         >>> sorted(Permutation(5, key=1)(np.arange(5)).tolist())

@@ -40,16 +40,10 @@ def as_patterns(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: bool = False) -> list[FoundFile]:
-    """The files that patterns mean, in order, each once.
+    """The files that patterns (files, folders and globs) mean, in order, each once; DataError if one matches nothing.
 
-    Args:
-        patterns: files, folders and globs; relative to the working directory.
-        key: the setting's name in messages, such as `data.text`.
-        suffix: required ending of files in a folder; a file that is named needs none.
-        stdlib: whether the pattern `stdlib` means the standard library.
-
-    Raises:
-        DataError: a pattern matches nothing.
+    `key`: the setting's name in messages, such as `data.text`. `suffix`: required ending of files in a folder; a file
+    that is named needs none. `stdlib`: whether the pattern `stdlib` means the standard library.
     """
     found: dict[Path, FoundFile] = {}
     for pattern in patterns:
@@ -103,11 +97,7 @@ def _stdlib_files() -> list[FoundFile]:
 
 
 def read_documents(files: Sequence[FoundFile]) -> list[str]:
-    """The text of each file, in order.
-
-    Raises:
-        DataError: a named file is not text, a file cannot be read, or nothing is left.
-    """
+    """The text of each file, in order; DataError for an unreadable file, a named one that is not text, or no text."""
     documents: list[str] = []
     skipped: list[Path] = []
     for file in files:

@@ -64,23 +64,16 @@ class TokenStream:
 
 
 def open_token_files(files: Sequence[FoundFile], dtype: str) -> TokenStream:
-    """Memory-map token files of `uint16` or `uint32`.
-
-    Raises:
-        DataError: a file is empty, unreadable, or no whole number of items.
-    """
+    """Memory-map token files of `uint16` or `uint32`; DataError for a file that is empty, unreadable or cut off."""
     item = np.dtype(dtype).newbyteorder("<")
     return TokenStream([_map_file(file.path, item) for file in files], [str(file.path) for file in files])
 
 
 def hash_token_files(stream: TokenStream, vocab_size: int) -> str:
-    """Hex BLAKE2b over each piece's size and blocks of 64 KiB, and a check of the tokens in those blocks.
+    """Hex BLAKE2b over each piece's size and blocks of 64 KiB, whose tokens are checked as by `check_vocabulary`.
 
     At most 256 blocks per piece, the first and the last among them and the others evenly between: pieces of up to 16
     MiB are hashed whole, larger ones in a fraction of a second.
-
-    Raises:
-        DataError: a token in them is not below `vocab_size`.
     """
     digest = hashlib.blake2b(digest_size=16)
     before = 0

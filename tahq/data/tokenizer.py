@@ -80,11 +80,7 @@ class Tokenizer(ABC):
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
-
-    Raises:
-        DataError: there is no such file or folder, or it holds no tokenizer.
-    """
+    """The tokenizer that `data.tokenizer` names; DataError if there is no tokenizer."""
     if config.tokenizer == "bytes":
         return BytesTokenizer()
     return HuggingFaceTokenizer(Path(os.path.expanduser(config.tokenizer)))
@@ -145,15 +141,12 @@ def _byte_pieces() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` from a folder, or from a file in the format of tokenizer.json.
+    """A `tokenizers.Tokenizer` from a folder, or a file in the format of tokenizer.json; DataError if there is none.
 
     Read in this order of preference: tokenizer.json; GPT-2's vocab.json and merges.txt; other folders with transformers
     (slow to import, so only then). Truncation and padding are switched off: a document is never cut. The end of a
     document is the eos token of tokenizer_config.json or special_tokens_map.json, else the first usual name in the
     vocabulary. `cache_key` has the library's version, since a new version may tokenise differently.
-
-    Raises:
-        DataError: nothing is there, or it is not a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:

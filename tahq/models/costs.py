@@ -3,19 +3,16 @@
 Counting needs the configuration only. Timing builds one part at a time, so it needs memory for the largest part only.
 """
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from tahq.models.families import head_dim
-from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import LayerCosts
-from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
+from tahq.models.slice import ModelSlice, Parts, sharing_copies_of
 
 
 def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
@@ -46,32 +43,32 @@ def measured_costs(
     micro_batch: int,
     seq_len: int,
     device: torch.device | str,
+    build: Callable[[Parts], ModelSlice],
     *,
     bf16: bool = False,
-    build: Callable[[Parts], ModelSlice] | None = None,
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LayerCosts:
-    """Median seconds of forward and backward of each part on `device`.
+    """Median seconds of forward and backward of each part on `device`, over `repeats` after a warm-up.
 
-    Blocks with the same attention window are taken to be equal, so one of each kind is timed.
-
-    Args:
-        spec, micro_batch, seq_len, device: the model, samples and tokens per sample, and where to compute.
-        bf16: compute under bf16 autocast.
-        build: makes a part, on `device`; None: a plain part with random weights.
-        repeats: timings of each part, after a warm-up.
-        clock: seconds.
+    Blocks with the same attention window are taken to be equal, so one of each kind is timed. `build` makes a part on
+    `device`.
     """
 
     def seconds(parts: Parts) -> float:
-        if build is not None:
-            model = build(parts)
-        else:
-            plain = dataclasses.replace(spec, folder=None)
-            model = build_slice(plain, parts, seed=0, device=device, random=RandomContext(0))
+        model, durations = build(parts), []
         x = _sample_input(model, micro_batch, seq_len, device)
-        return _median_seconds(partial(_forward_and_backward, model, x, bf16), model, repeats, clock)
+        with sharing_copies_of([model]):
+            for _ in range(1 + repeats):
+                start = clock()
+                with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+                    output = model(x)
+                output.backward(torch.ones_like(output))
+                model.zero_grad(set_to_none=True)
+                if x.is_cuda:
+                    torch.cuda.synchronize(x.device)
+                durations.append(clock() - start)
+        return statistics.median(durations[1:])
 
     windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
     first_of = {window: windows.index(window) for window in windows}
@@ -89,23 +86,3 @@ def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: tor
     generator = torch.Generator("cpu").manual_seed(0)
     hidden = torch.randn(micro_batch, seq_len, model.spec.hidden_size, generator=generator)
     return hidden.to(device).requires_grad_()
-
-
-def _median_seconds(lap: Callable[[], None], model: ModelSlice, repeats: int, clock: Callable[[], float]) -> float:
-    durations = []
-    with sharing_copies_of([model]):
-        lap()
-        for _ in range(repeats):
-            start = clock()
-            lap()
-            durations.append(clock() - start)
-    return statistics.median(durations)
-
-
-def _forward_and_backward(model: ModelSlice, x: torch.Tensor, bf16: bool) -> None:
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-        output = model(x)
-    output.backward(torch.ones_like(output))
-    model.zero_grad(set_to_none=True)
-    if x.device.type == "cuda":
-        torch.cuda.synchronize(x.device)

@@ -55,13 +55,16 @@ def export_folder(
 
     config.json has `tie_word_embeddings: false`, since embedding and head are two parameters; under `tie: sync` they
     are equal, so it has true and the head is left out. A model without an end-of-sequence token gets the tokenizer's.
-    generation_config.json is copied from the model's folder. Returns the number of trained parameters.
+    generation_config.json is copied from the model's folder.
 
     Args:
         spec, out: the model, and the folder.
         read: canonical name -> parameter, fp32; called for one at a time.
         tokenizer: saved into the folder, if there is one.
         max_shard_nbytes: bytes of tensors per file, unless one tensor alone has more.
+
+    Returns:
+        The number of trained parameters.
 
     Raises:
         UserError: `out` is not empty.

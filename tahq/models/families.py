@@ -25,14 +25,6 @@ def num_kv_heads(config: HfConfig) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def _no_window(config: HfConfig, block: int) -> int | None:
-    return None
-
-
-def _window_everywhere(config: HfConfig, block: int) -> int | None:
-    return config.sliding_window  # type: ignore[no-any-return]
-
-
 def _window_by_layer_type(config: HfConfig, block: int) -> int | None:
     kind = config.layer_types[block]
     if kind not in ("full_attention", "sliding_attention"):
@@ -60,7 +52,7 @@ class FamilyLayout:
     """Of its package and modules: `transformers.models.<name>.modeling_<name>`."""
     class_prefix: str
     """`GPT2` of `GPT2Config`; endings of other classes follow."""
-    window: Callable[[HfConfig, int], int | None] = _no_window
+    window: Callable[[HfConfig, int], int | None] = lambda config, block: None
     """(configuration, block) -> positions that it attends to, its own included; None: all before it."""
     lm_ending: str = "ForCausalLM"
     block: str = "DecoderLayer"
@@ -158,7 +150,7 @@ FAMILIES: Mapping[str, FamilyLayout] = {
         FamilyLayout("llama", "Llama"),
         FamilyLayout("qwen2", "Qwen2", _window_by_layer_type),
         FamilyLayout("qwen3", "Qwen3", _window_by_layer_type),
-        FamilyLayout("mistral", "Mistral", _window_everywhere),
+        FamilyLayout("mistral", "Mistral", lambda config, block: config.sliding_window),
     )
 }
 """`model.family`, and `model_type` of a folder's config.json -> the family."""

@@ -53,10 +53,6 @@ class RandomContext:
         finally:
             self.current = before
 
-    def seed_of(self, module_path: str) -> int:
-        """64-bit seed of the mask that `module_path` draws in the current pass."""
-        return derive_seed(self.seed, module_path, *self.current)
-
 
 class KeyedDropout(nn.Module):
     """`nn.Dropout` with a keyed mask: y = x · m / (1 − p), m drawn Bernoulli(1 − p).
@@ -74,14 +70,10 @@ class KeyedDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         generator = torch.Generator(x.device)
-        generator.manual_seed(self.random.seed_of(self.path))
+        generator.manual_seed(derive_seed(self.random.seed, self.path, *self.random.current))
         keep = torch.rand(x.shape, generator=generator, device=x.device) >= self.p
         # Autograd keeps the mask at one byte per element; a scaled float mask would take four.
         return x * keep * (1.0 / (1.0 - self.p))
-
-    def extra_repr(self) -> str:
-        """Arguments for `print(module)`."""
-        return f"p={self.p}, path={self.path}"
 
 
 def key_dropout(tree: nn.Module, random: RandomContext) -> None:
@@ -122,18 +114,10 @@ def keyed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """softmax(QKᵀ · scaling + mask) V, with dropout on the weights in training.
+    """softmax(QKᵀ · scaling + mask) V, with dropout on the weights in training: [B, S, H, D], and no weights.
 
-    Args:
-        module: transformers' attention module, with the `attn_dropout` that `key_dropout` adds.
-        query, key, value: [B, H, S, D], and [B, K, S, D] with K dividing H.
-        attention_mask: bool, broadcast to [B, H, S, S]; None: causal.
-        dropout: probability that a weight is dropped; 0 in evaluation.
-        scaling: factor of the scores; None: 1/√D.
-        kwargs: further arguments that transformers passes to every kernel.
-
-    Returns:
-        [B, S, H, D], and None in place of the weights.
+    `module`: transformers' attention, with the `attn_dropout` that `key_dropout` adds. Query [B, H, S, D], key and
+    value [B, K, S, D] with K dividing H. Mask: bool, broadcast to [B, H, S, S]; None: causal. Scaling None: 1/√D.
     """
     if dropout == 0.0:
         fused = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward

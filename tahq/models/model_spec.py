@@ -52,11 +52,8 @@ class ModelSpec:
 def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weights: bool = True) -> ModelSpec:
     """Read a model's configuration, or make it from sizes, and check that the data fits it.
 
-    Args:
-        config: `model:` of cluster.yaml.
-        vocab_size: the tokenizer's; the model's may be larger.
-        seq_len: tokens per sample.
-        needs_weights: check that a folder holds weights.
+    `vocab_size` is the tokenizer's; the model's may be larger. `seq_len`: tokens per sample. `needs_weights`: check
+    that a folder holds weights.
 
     Raises:
         ModelError: a folder without configuration or weights, an unsupported family, contradictory sizes,
@@ -169,8 +166,6 @@ def _size_keys(config: ModelConfig, layout: FamilyLayout, vocab_size: int, seq_l
     }
     if "num_kv_heads" not in layout.sizes and kv_heads not in (None, heads):
         raise ModelError(f"model.num_kv_heads {kv_heads}: {layout.name} has as many as num_heads; remove it")
-    if heads % (kv_heads or heads):
-        raise ModelError(f"model.num_kv_heads {kv_heads} does not divide model.num_heads {heads}")
     keys = {layout.sizes[name]: value for name, value in sizes.items() if name in layout.sizes}
     if "head_dim" in config.overrides:
         return keys

@@ -55,10 +55,8 @@ def divide(costs: LayerCosts, num_stages: int, listed: Sequence[int] | None = No
     """Divide a model's blocks over stages, embedding and head included in the first and the last.
 
     Minimises max_s cost(s), then Σ_s cost(s)², by dynamic programming over suffixes in O(num_stages · num_layers²).
-    Each stage gets at least one block. `listed`: blocks of each stage set by the user (`pipeline.layers`).
-
-    Raises:
-        ModelError: more stages than blocks, or a list that does not fit the model.
+    Each stage gets at least one block. `listed`: blocks of each stage set by the user (`pipeline.layers`). ModelError
+    if there are more stages than blocks, or the list does not fit the model.
     """
     num_layers = len(costs.blocks)
     if num_stages > num_layers:

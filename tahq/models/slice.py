@@ -201,15 +201,10 @@ def build_slice(
     random: RandomContext,
     weights: bool = True,
 ) -> ModelSlice:
-    """Build a stage's slice, or any parts of a model, in fp32.
+    """Build a stage's slice, or any parts of a model, in fp32 on `device`.
 
-    Args:
-        spec: the model.
-        blocks: the stage's blocks, or parts.
-        seed: the run's; random weights depend on it and on each parameter's name only.
-        device: of the parameters.
-        random: read by keyed dropout.
-        weights: False leaves them uninitialised, to be read from a checkpoint.
+    Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
+    `weights` False leaves them uninitialised, to be read from a checkpoint.
 
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.

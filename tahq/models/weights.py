@@ -56,8 +56,7 @@ class FolderWeights:
     def find(cls, folder: Path, trunk: str) -> "FolderWeights":
         """Read the index, or the single file's header; names may lack the prefix `trunk` (`transformer`, `model`).
 
-        Raises:
-            ModelError: no safetensors there, or an index that is damaged or names missing files.
+        ModelError if there are no safetensors, or the index is damaged or names missing files.
         """
         if (folder / INDEX_FILE).exists():
             return cls(folder, trunk, _read_index(folder))
@@ -74,10 +73,8 @@ class FolderWeights:
     def read_into(self, parameters: Mapping[str, torch.Tensor], sources: Mapping[str, str]) -> None:
         """Copy tensors from the files, one at a time, into `parameters`, by canonical name, of any dtype and device.
 
-        `sources`: canonical name -> canonical name to read instead (a tied head reads the embedding).
-
-        Raises:
-            ModelError: a tensor that is missing, has another shape, or does not hold floats.
+        `sources`: canonical name -> canonical name to read instead (a tied head reads the embedding). ModelError if a
+        tensor is missing, has another shape, or does not hold floats.
         """
         by_file: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for name in parameters:

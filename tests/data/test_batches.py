@@ -1,15 +1,16 @@
 """Batches: a function of (data, seed, step), each sample once an epoch, resumable to the sample."""
 
-import os
-import subprocess
-import sys
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tahq.data.batches import BatchSource, batch_digest
 from tahq.data.dataset import Dataset
-from tahq.data.sample_order import Cursor
+from tahq.data.sample_order import Cursor, Permutation, SampleOrder, mix64, rescale
 from tahq.errors import DataError
 
 
@@ -85,32 +86,6 @@ def test_digest_names_the_batch_and_covers_tokens_labels_and_ids(dataset):
         assert batch_digest(*changed) != batch.digest
 
 
-SCRIPT = """
-import sys
-from tahq.data.batches import BatchSource
-from tahq.data.config import DataConfig
-from tahq.data.dataset import load_dataset
-from tahq.data.tokenizer import load_tokenizer
-config = DataConfig(text=sys.argv[1], seq_len=64, validation=0.1)
-dataset = load_dataset(config, load_tokenizer(config))
-batches = BatchSource(dataset, seed=0, global_batch=4, micro_batch=2)
-print(dataset.fingerprint, *(batches.train(step).digest for step in range(5)), batches.validation(0).digest)
-"""
-
-
-@pytest.mark.acceptance
-def test_two_processes_with_other_hash_seeds_agree(dataset, text_file):
-    command = [sys.executable, "-c", SCRIPT, str(text_file)]
-    runs = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONHASHSEED": seed})
-        for seed in ("1", "2")
-    ]
-    outputs = [run.communicate(timeout=120)[0].split() for run in runs]
-    batches = source(dataset)
-    here = [dataset.fingerprint, *(batches.train(step).digest for step in range(5)), batches.validation(0).digest]
-    assert outputs == [here, here]
-
-
 def test_order_of_batches_equals_golden(numbers, golden):
     rows = [(seed, step, source(numbers, seed=seed).train(step)) for seed in (0, 2**63 - 1) for step in range(4)]
     lines = [f"seed={seed} step={step}: {b.sample_ids.tolist()} {b.digest}\n" for seed, step, b in rows]
@@ -159,13 +134,6 @@ def test_validation_covers_the_split_once_then_counts_nothing(dataset):
     assert sorted(scored) == list(range(dataset.num_train_samples, dataset.num_train_samples + held_out))
 
 
-def test_a_few_validation_batches_are_spread_over_the_split(dataset):
-    batches = source(dataset)
-    few = torch.cat([batches.validation(i).sample_ids for i in range(3)]) - dataset.num_train_samples
-    assert few.min() < dataset.num_validation_samples / 3
-    assert few.max() > dataset.num_validation_samples * 2 / 3
-
-
 def test_validation_without_samples_is_refused(numbers):
     with pytest.raises(DataError, match="no validation samples"):
         source(numbers).validation(0)
@@ -174,3 +142,66 @@ def test_validation_without_samples_is_refused(numbers):
 def test_batch_larger_than_an_epoch_is_refused_with_numbers(numbers):
     with pytest.raises(DataError, match=r"10 training samples of seq_len 4 are fewer than training.global_batch 12"):
         source(numbers, global_batch=12)
+
+
+@pytest.mark.parametrize(("key", "stride"), [(0, 27), (1, 31), (2**64 - 1, 37)])
+def test_permutation_is_a_bijection_for_sizes_up_to_2000(key, stride):
+    for n in (*range(1, 30), *range(30, 2001, stride)):
+        assert np.bincount(Permutation(n, key)(np.arange(n)), minlength=n).tolist() == [1] * n
+
+
+@given(n=st.integers(1, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
+def test_permutation_stays_in_range_and_apart_for_large_sizes(n, key, data):
+    positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    places = Permutation(n, key)(np.array(positions)).tolist()
+    assert len(set(places)) == len(places)
+    assert 0 <= min(places) <= max(places) < n
+
+
+def test_permutation_of_four_gives_all_orders_equally_often():
+    num_keys = 1200
+    keys = mix64(np.arange(num_keys, dtype=np.uint64))
+    orders = Counter(tuple(Permutation(4, int(key))(np.arange(4)).tolist()) for key in keys)
+    assert len(orders) == 24
+    expected = num_keys / 24
+    chi_squared = sum((seen - expected) ** 2 / expected for seen in orders.values())
+    # 23 degrees of freedom: mean 23, standard deviation √(2·23) = 6.8; the bound is four of them above
+    assert chi_squared < 23 + 4 * 6.8
+
+
+def test_permutation_equals_golden(golden):
+    rows = [(n, key, Permutation(n, key)(np.arange(min(n, 16)))) for n in (1, 2, 7, 100, 10**12) for key in (0, 12345)]
+    golden("data_permutation.txt", "".join(f"n={n} key={key}: {places.tolist()}\n" for n, key, places in rows))
+
+
+def test_permutation_refuses_sizes_and_positions_out_of_range():
+    for n in (0, -1, 2**62 + 1):
+        with pytest.raises(ValueError, match="items"):
+            Permutation(n, key=0)
+    with pytest.raises(ValueError, match="position 5 is not below 5"):
+        Permutation(5, key=0)(np.array([5]))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("origin", [Cursor(), Cursor(step=3, sample=7, num_train_samples=10)])
+def test_stage_without_data_knows_the_samples_of_every_micro_batch(tmp_path, byte_dataset, shuffle, origin):
+    path = tmp_path / "numbers.bin"
+    path.write_bytes(b"".join(i.to_bytes(2, "little") for i in range(41)))
+    dataset = byte_dataset(tokens=str(path), seq_len=4, validation=0.0, shuffle=shuffle)
+    source = BatchSource(dataset, seed=5, global_batch=4, micro_batch=2, origin=origin)
+    order = SampleOrder(dataset.num_train_samples, shuffle, 5, 4, 2, origin)
+    assert order == source.order
+    for step in range(origin.step, origin.step + 8):  # over three epochs of ten samples
+        batch = source.train(step)
+        assert order.micro_batches(step) == [batch.micro_batch_sample_ids(index).tolist() for index in range(2)]
+        assert order.cursor(step) == source.cursor(step)
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_rescale_keeps_epoch_and_place(sample, old, new):
+    cursor = rescale(Cursor(3, sample, old), new)
+    assert cursor.step == 3
+    assert cursor.sample // new == sample // old
+    assert abs(cursor.sample % new / new - sample % old / old) <= 1 / new
+    assert rescale(Cursor(3, sample, old), old) == Cursor(3, sample, old)
+    assert rescale(Cursor(1, sample), old) == Cursor(1, sample, old)  # without the length of an epoch

@@ -201,13 +201,6 @@ def test_split_backwards_and_recomputed_blocks_give_the_same_bits(checkpoint_blo
     assert different(gradients(whole, bf16=True), gradients(other, bf16=True, deferred=deferred)) == []
 
 
-def test_parameters_keep_names_order_and_values():
-    spec = make_spec("qwen2")
-    with_fp8, without = make_slice(spec, CoatConfig()), make_slice(spec)
-    assert list(with_fp8.canonical_parameters()) == list(without.canonical_parameters())
-    assert different(with_fp8.canonical_parameters(), without.canonical_parameters()) == []
-
-
 def test_infinity_reaches_output_and_gradients():
     module = make_slice(make_spec("llama"), CoatConfig())
     x = normal((1, SEQ_LEN, 64))
@@ -220,14 +213,6 @@ def test_infinity_reaches_output_and_gradients():
 
 
 # -- weights' codes -------------------------------------------------------------------------------
-
-
-def test_weights_are_coded_once_per_step():
-    codes = WeightCodes(nn.Linear(20, 10), keep=True)
-    first = codes.codes(for_gradient=False)
-    assert codes.codes(for_gradient=True) is first
-    codes.forget()  # as `CoatBlock.train` does at the beginning of a step
-    assert codes.codes(for_gradient=False) is not first
 
 
 @pytest.mark.parametrize("is_counted", [True, False], ids=["by torch", "by a kernel that counts no version"])

@@ -129,8 +129,8 @@ def _costs(config: ClusterConfig, spec: ModelSpec) -> LayerCosts:
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     costs = measured_costs(
         *(spec, config.training.micro_batch, config.data.seq_len, device),
-        bf16=computes_in_bf16(config, device),
         build=partial(random_parts, config, spec, device=device),
+        bf16=computes_in_bf16(config, device),
     )
     log.info("measured costs in seconds on %s: %s", device, dataclasses.asdict(costs))
     return costs

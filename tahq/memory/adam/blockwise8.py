@@ -41,17 +41,9 @@ _LARGEST_NEGATIVE = 127
 
 
 def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of a tensor.
+    """The codes, uint8 [N], and scales, fp32 [⌈N/block⌉], of N floating-point elements in any shape and strides.
 
-    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, with the exceptions listed above
-
-    Args:
-        x: floating point, of N elements in any shape and strides; computed in fp32.
-        signed: which of the two maps.
-        block: elements per block.
-
-    Returns:
-        Codes, uint8 [N], and scales, fp32 [⌈N/block⌉].
+    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, in fp32, with the exceptions listed above
     """
     flat = x.detach().reshape(-1).float()
     flat = flat if signed else flat.clamp(min=0)  # which lets NaN through

@@ -16,7 +16,7 @@ instruction, for two fp16 elements. A sum begins at 1536, above which fp16 has w
 to one as it is added, and at most one of them is neither 0 nor F_i. Eleven bits are enough, since a place may be taken
 for either of two; in the lowest decades, whose cells are wide, steps serve the few borders there instead of decades.
 For every fp16 quotient, and all numbers rounded to it, the border at that place decides correctly:
-`tests/memory/test_blockwise8_ptx.py` checks all of them.
+`tests/memory/test_blockwise8.py` checks all of them.
 
 *Codes.* Four elements are assembled from bytes: places, a bit for being above the border, a sign.
 

@@ -46,11 +46,7 @@ CHUNK_GROUPS = 512
 
 
 class Fp8AdamW(AdamwLoop):
-    """AdamW of fp32 parameters with moments in eight bits, in the formats of `stored`; defaults as of `AdamwLoop`.
-
-    Raises:
-        ValueError: a parameter is not fp32.
-    """
+    """AdamW with moments in the formats of `stored`; ValueError for a parameter that is not fp32."""
 
     def __init__(self, params: Any, stored: Fp8AdamWConfig, **defaults: Any) -> None:
         super().__init__(params, partial(fp8_adamw_states, stored), **defaults)

@@ -119,11 +119,7 @@ class CoatBlock(nn.Module):
 
 
 def use_fp8_flow(module: ModelSlice, config: CoatConfig) -> None:
-    """Compute a slice's blocks with FP8 flow; its parameters do not change.
-
-    Raises:
-        ModelError: another family, or a Llama with another activation.
-    """
+    """Compute a slice's blocks with FP8 flow; ModelError for another family, or a Llama with another activation."""
     spec = module.spec
     if spec.family not in COAT_FAMILIES:
         raise ModelError(

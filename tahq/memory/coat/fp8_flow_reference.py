@@ -62,15 +62,10 @@ def dequantize_groups(x: GroupCodes) -> torch.Tensor:
 
 
 def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> NormForward:
-    """Add a branch to the residual stream, code the sum, and compute the statistics of its RMSNorm.
+    """Add a branch [T, C] (None: there is none) to the residual stream x [T, C], code the sum, and prepare its RMSNorm.
 
     The mean of squares is a sum of C numbers in a device-specific order, so `rstd` may differ between devices in its
     last bits, and with it an output code near the border of two; the input's codes may not.
-
-    Args:
-        x: residual stream [T, C].
-        added: a branch's output [T, C]; None: there is no branch.
-        weight, epsilon: the norm's [C], and ε.
     """
     total = x if added is None else x + added
     codes = quantize_groups(total)
@@ -93,14 +88,10 @@ def norm_backward(
     weight: torch.Tensor,
     residual_gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the residual stream, and of the norm's weight.
+    """The gradient of the residual stream, in the dtype of `residual_gradient`, and of the norm's weight, fp32 [C].
 
-    With n = x̂·rstd and g = Σ gradients: ∂x = residual + rstd·(g·w − n·mean(g·w·n)), ∂w = Σ_T g·n, fp32 [C].
-
-    Args:
-        gradients: of the norm's output, one per matrix that takes it, [T, C].
-        codes, rstd, weight: the norm's input, fp32 [T], and [C].
-        residual_gradient: the gradient of the residual stream after the norm, [T, C]; the result has its dtype.
+    With n = x̂·rstd and g = Σ gradients, [T, C] from each matrix that takes the norm's output:
+    ∂x = residual_gradient + rstd·(g·w − n·mean(g·w·n)), ∂w = Σ_T g·n.
     """
     gradient = sum(each.float() for each in gradients)
     assert isinstance(gradient, torch.Tensor)

@@ -150,14 +150,9 @@ def as_groups(flat: torch.Tensor) -> torch.Tensor:
 
 
 def encode(groups: torch.Tensor, by: MomentFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise: code = round(Δmax·(|x|/M)^k), to nearest, ties to even (COAT §4.2, Eq. of f and Q).
+    """Codes uint8 [P, 128], scales bf16 [P] and powers uint8 [P] of groups fp32 [P, 128].
 
-    Args:
-        groups: fp32 [P, 128].
-        by: format and tables, on the same device.
-
-    Returns:
-        codes uint8 [P, 128], scales bf16 [P], powers uint8 [P].
+    code = round(Δmax·(|x|/M)^k), to nearest, ties to even (COAT §4.2, Eq. of f and Q).
     """
     is_finite = groups.isfinite()
     sizes = _without_subnormals(torch.where(is_finite, groups.abs(), 0.0))

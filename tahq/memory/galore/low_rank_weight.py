@@ -77,12 +77,8 @@ class LowRankSettings:
 class LowRankWeight:
     """A weight [m, n], its subspace and its moments, all zeros until they are assigned or loaded.
 
-    Args:
-        name: canonical; with the run's seed and the step it is the key of random draws.
-        shape: (m, n).
-        settings: of the run.
-        device: of the tensors.
-        drawn_as: another name for the key: two copies of one matrix must be rounded alike.
+    The canonical `name` is, with the run's seed and the step, the key of random draws; `drawn_as` is another name for
+    the key, since two copies of one matrix must be rounded alike.
     """
 
     def __init__(
@@ -222,11 +218,7 @@ class LowRankWeight:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Load weight and states, bit-exactly, from a checkpoint's tensors by name.
-
-        Raises:
-            SnapshotError: a tensor has another shape or type.
-        """
+        """Load weight and states, bit-exactly, from tensors by name; SnapshotError if one has another shape or type."""
         for name, tensor in self.weight_tensors().items():
             tensor.copy_(_checked(name, read(name), tensor))
         numbers: dict[str, torch.Tensor] = {}

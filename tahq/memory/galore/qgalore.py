@@ -78,7 +78,11 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         # the input's gradient first: taking the weight's may change the weight
-        of_input = _input_gradient(ctx, gradient, x.shape) if ctx.needs_input_grad[0] else None
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            matrix = ctx.weight.storage.decoded(gradient.dtype)
+            of_input = gradient.mm(matrix if ctx.is_linear else matrix.t()).view(x.shape).to(ctx.input_dtype)
+            del matrix
         of_bias = gradient.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         rows, weight, is_linear = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.is_linear
 
@@ -90,12 +94,6 @@ class _Product(torch.autograd.Function):
         else:
             ctx.deferred.add(compute)
         return of_input, of_bias, None, None, None
-
-
-def _input_gradient(ctx: Any, gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    matrix = ctx.weight.storage.decoded(gradient.dtype)
-    product = gradient.mm(matrix if ctx.is_linear else matrix.t())
-    return product.view(shape).to(ctx.input_dtype)
 
 
 class LowRankEmbedding(nn.Module):
@@ -205,11 +203,7 @@ def build_low_rank_slice(
     random: RandomContext,
     weights: bool = True,
 ) -> ModelSlice:
-    """`build_slice` with covered layers: at most one of their weights at a time is in fp32.
-
-    Raises:
-        ModelError: as `build_slice`.
-    """
+    """`build_slice` with covered layers: at most one of their weights at a time is in fp32."""
     model = ModelSlice(spec, blocks, random)
     covered = cover(model, settings, device)
     model.materialise(device)

@@ -266,12 +266,8 @@ def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
 
     x lies between two neighbours in bf16, the share f from the smaller in size towards the larger, a multiple of 2^−16:
     it becomes the larger with probability f. Added to the bits of x, a draw of 16 bits carries into those that stay
-    where it is at least 2^16·(1 − f). The mean over keys is x, exactly.
-
-    Args:
-        x: contiguous.
-        first: index of the first element; draws depend on indices and the key.
-        key: 64 bits.
+    where it is at least 2^16·(1 − f). The mean over keys is x, exactly. Draws depend on the key and on indices, which
+    begin at `first`.
     """
     draw = shift_right(hashes(first, x.numel(), key, x.device), 32 - _LOST_BITS)
     rounded = x.view(torch.int32).add(draw).bitwise_and_(-(2**_LOST_BITS)).view(torch.float32)
