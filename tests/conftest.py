@@ -76,7 +76,7 @@ def _no_namespaces() -> str | None:
     found = probe()
     if found.namespaces_obstacle is not None:
         return found.namespaces_obstacle
-    return None if found.parts["htb"] and (found.parts["tun"] or found.has_netem) else "no TUN device and no netem"
+    return None if found.parts["htb"] and (found.parts["tun"] or found.parts["netem"]) else "no TUN device and no netem"
 
 
 @pytest.fixture

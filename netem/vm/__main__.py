@@ -9,6 +9,7 @@ interrupted.
 
 import argparse
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -16,15 +17,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NoReturn
 
 from tahq.errors import TahqError, UserError
 
 from .image import CHECKOUT, KERNEL_PACKAGE, apt_get, run, unpacked_package, write_image
-from .result_page import GuestReport, render, tested_commit
 
+_RESULTS = {"failure": "failed", "error": "error", "skipped": "skipped"}
+_HEAD: Final = """\
+# The kernel backend on a kernel with netem
+
+Made by `make test-netem-vm`, which boots Debian's cloud kernel under qemu and runs `pytest -m netem_kernel tests/netem`
+inside. Times and rates are by the guest's clock: with `-icount`, one emulated instruction is one nanosecond, and an
+idle guest's clock jumps to its next timer. So the kernel's shapers do to packets what they would do on one real
+processor of 10⁹ instructions per second, however busy the host is.
+"""
 MARKER: Final = "netem_kernel"
 QEMU: Final = "qemu-system-x86_64"
 _NO_TESTS_COLLECTED: Final = 5
@@ -53,6 +66,24 @@ class VmError(TahqError):
     """The guest did not end with a report."""
 
 
+@dataclass(frozen=True, slots=True)
+class GuestReport:
+    """What the guest reports when it is done: a line by init.sh, and pytest's JUnit XML."""
+
+    exit_status: int
+    kernel: str
+    clock: str
+    guest_s: float
+    junit_xml: str
+
+    @classmethod
+    def parse(cls, text: str) -> "GuestReport":
+        """Read a report; ValueError if it is incomplete."""
+        first, _, junit_xml = text.partition("\n")
+        status, kernel, clock, guest_s = first.split()
+        return cls(int(status), kernel, clock, float(guest_s), junit_xml)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests or a command; turn errors into one line and an exit status."""
     options = _parser().parse_args(arguments)
@@ -70,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_tests(options: argparse.Namespace) -> int:
     """Run the marked tests in the guest, and write the page if one is wanted."""
-    started_s, commit = time.time(), tested_commit(CHECKOUT)
+    started_s = time.time()
+    commit = run("git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=40", "--dirty").strip()
     narrowed = shlex.split(options.pytest)
     files = files_with_tests(CHECKOUT, narrowed)
     # Only this family of reports has a place for the figures that a test records.
@@ -86,11 +118,7 @@ def run_tests(options: argparse.Namespace) -> int:
 
 
 def files_with_tests(checkout: Path, arguments: Sequence[str]) -> list[str]:
-    """The test files, relative to the checkout, that have marked tests which fit pytest's `arguments` (`-k jitter`).
-
-    Raises:
-        UserError: collecting failed, or no test fits.
-    """
+    """The test files, relative to the checkout, that have marked tests which fit pytest's `arguments` (`-k jitter`)."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", MARKER, "tests/netem", *arguments]
     environment = os.environ | {"PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
@@ -132,6 +160,46 @@ def boot(argv: Sequence[str], accelerator: str, timeout_s: float) -> GuestReport
         return GuestReport.parse(text)
     except ValueError:
         raise VmError("the guest ended without a report; its console says why") from None
+
+
+def render(report: GuestReport, emulator: str, commit: str, host_s: float) -> str:
+    """The result as a Markdown page; `host_s` are the seconds of the whole run on this machine."""
+    from tahq_netem.measure.machine import processor  # which imports torch
+
+    cases = list(ET.fromstring(report.junit_xml).iter("testcase"))
+    counts = Counter(_result(case)[0] for case in cases)
+    facts = [
+        ("date", datetime.now(UTC).date().isoformat()),
+        ("commit", commit),
+        ("host", f"{processor()}, {os.cpu_count()} cores, Linux {platform.release()}"),
+        ("emulator", emulator),
+        ("guest's kernel", f"Linux {report.kernel}, clock source {report.clock}"),
+        ("result", f"{', '.join(f'{n} {result}' for result, n in counts.items())} (exit status {report.exit_status})"),
+        ("time", f"{report.guest_s:.0f} s in the guest, {host_s:.0f} s here with building the image"),
+    ]
+    figures = [
+        (_name(case), each.get("name", ""), each.get("value", "")) for case in cases for each in case.iter("property")
+    ]
+    outcomes = [(_name(case), ": ".join(filter(None, _result(case))), case.get("time", "")) for case in cases]
+    tables = [_table(("", ""), facts), "## Figures\n", _table(("test", "what", "measured"), figures)]
+    return "\n".join([_HEAD, *tables, "## Tests\n", _table(("test", "result", "guest s"), outcomes)])
+
+
+def _name(case: ET.Element) -> str:
+    return f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
+
+
+def _result(case: ET.Element) -> tuple[str, str]:
+    """The outcome, and the first line of the reason if it did not pass."""
+    for child in case:
+        if child.tag in _RESULTS:
+            return _RESULTS[child.tag], (child.get("message") or "").partition("\n")[0]
+    return "passed", ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
 def _stop(signal_number: int, _frame: object) -> NoReturn:

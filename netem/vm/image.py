@@ -32,32 +32,26 @@ _NOT_COPIED: Final = shutil.ignore_patterns(
     *("test", "tests", "idlelib", "tkinter", "lib2to3", "ensurepip", "site-packages", "config-*", "_tkinter.*"),
     *("results", ".hypothesis", ".pytest_cache"),
 )
+_PYTHON: Final = Path(os.path.realpath(sys.executable))
+"""The interpreter below this process's virtual environment, if it is in one."""
 _LDD_LINE: Final = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
 
 
 def unpacked_package(name: str) -> Path:
-    """The folder with the files of a Debian package, downloaded at first use.
-
-    Raises:
-        UserError: apt could not download it.
-    """
+    """The folder with the files of a Debian package, downloaded at first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tahq" / "vm"
     target = cache / name
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            apt_get("download", _package_with_files(name), folder=folder)
+            # A metapackage only names the newest kernel.
+            lines = run("apt-cache", "depends", "--important", name).splitlines()
+            kernels = [line.split()[-1] for line in lines if line.startswith("  Depends: linux-image-")]
+            apt_get("download", *(kernels or [name]), folder=folder)
             [archive] = Path(folder).glob("*.deb")
             run("dpkg-deb", "--extract", str(archive), f"{folder}/files")
             Path(folder, "files").rename(target)
     return target
-
-
-def _package_with_files(name: str) -> str:
-    """The package itself, or the newest kernel if it is a metapackage that only names it."""
-    lines = run("apt-cache", "depends", "--important", name).splitlines()
-    named = [line.split()[-1] for line in lines if line.startswith("  Depends: linux-image-")]
-    return named[0] if named else name
 
 
 def apt_get(*arguments: str, folder: str | None = None) -> None:
@@ -70,11 +64,7 @@ def apt_get(*arguments: str, folder: str | None = None) -> None:
 
 
 def run(*command: str, folder: str | None = None) -> str:
-    """The output of a command.
-
-    Raises:
-        UserError: it failed, or is not installed.
-    """
+    """The output of a command; UserError if it failed, or is not installed."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
     try:
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
@@ -93,7 +83,7 @@ def write_image(path: Path, argv: Sequence[str]) -> None:
         _add_system(root, busybox)
         _add_python(root)
         for folder in _CHECKOUT_FOLDERS:
-            shutil.copytree(CHECKOUT / folder, _inside(root, CHECKOUT / folder), ignore=_NOT_COPIED)
+            shutil.copytree(CHECKOUT / folder, f"{root}{CHECKOUT / folder}", ignore=_NOT_COPIED)
         for file in ("tests/conftest.py", "pyproject.toml"):
             _add_file(root, CHECKOUT / file)
         (root / "task").write_text(_task(argv), encoding="utf-8")
@@ -118,68 +108,51 @@ def _add_system(root: Path, busybox: Path) -> None:
 
 
 def _add_python(root: Path) -> None:
-    executable = _python()
-    _add_file(root, executable)
+    _add_file(root, _PYTHON)
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
-        shutil.copytree(library, _inside(root, Path(library)), ignore=_NOT_COPIED)
+        shutil.copytree(library, f"{root}{library}", ignore=_NOT_COPIED)
     for found in with_requirements(*DISTRIBUTIONS):
         for file in found.files or []:
             source = Path(str(file.locate()))
             if ".." not in file.parts and source.is_file():  # scripts are in ../../../bin
                 _add_file(root, source)
-    linked = [str(executable), *map(str, root.rglob("*.so"))]
+    linked = [str(_PYTHON), *map(str, root.rglob("*.so"))]
     listing = subprocess.run(["ldd", *linked], capture_output=True, text=True, check=False).stdout
     for shared_library in set(_LDD_LINE.findall(listing)):
         _add_file(root, Path(shared_library))
 
 
 def with_requirements(*names: str) -> Iterator[Distribution]:
-    """The distributions, and those that they require on this machine.
-
-    Raises:
-        UserError: one is not installed.
-    """
-    seen: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name in seen:
-            continue
-        seen.add(name)
+    """The distributions, and those that they require on this machine."""
+    waiting = list(map(canonicalize_name, names))
+    for name in waiting:  # which grows meanwhile
         try:
             found = distribution(name)
         except PackageNotFoundError:
             raise UserError(f"the guest needs {name}, which is not installed here; run: pip install {name}") from None
         yield found
-        requirements = map(Requirement, found.requires or [])
-        waiting += [each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})]
-
-
-def _python() -> Path:
-    """The interpreter below this process's virtual environment, if it is in one."""
-    return Path(os.path.realpath(sys.executable))
+        for each in map(Requirement, found.requires or []):
+            required = canonicalize_name(each.name)
+            if required not in waiting and (not each.marker or each.marker.evaluate({"extra": ""})):
+                waiting.append(required)
 
 
 def _task(argv: Sequence[str]) -> str:
     """A shell script that runs `argv` in the checkout."""
     folders = [CHECKOUT, CHECKOUT / "netem", *filter(None, sys.path)]
     environment = {
-        "PATH": f"{_python().parent}:/bin",
+        "PATH": f"{_PYTHON.parent}:/bin",
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
         "PYTHONPATH": ":".join(map(str, folders)),
         "PYTHONUNBUFFERED": "1",
     }
-    command = [str(_python()) if argv[0] == "python" else argv[0], *argv[1:]]
+    command = [str(_PYTHON) if argv[0] == "python" else argv[0], *argv[1:]]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     return "\n".join([*exports, f"cd {shlex.quote(str(CHECKOUT))}", f"exec {shlex.join(command)}", ""])
 
 
 def _add_file(root: Path, source: Path) -> None:
-    target = _inside(root, source)
+    target = root / source.relative_to("/")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(source, target)
-
-
-def _inside(root: Path, path: Path) -> Path:
-    return root / path.relative_to("/")

@@ -26,7 +26,7 @@ def obstacle(row: Row) -> str | None:
 
 def _has_namespaces() -> bool:
     found = probe()
-    return found.namespaces_obstacle is None and (found.parts["tun"] or found.has_netem)
+    return found.namespaces_obstacle is None and (found.parts["tun"] or found.parts["netem"])
 
 
 def _has_tcp_reset() -> bool:
