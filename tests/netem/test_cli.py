@@ -3,12 +3,9 @@
 import json
 import os
 import re
-import shlex
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -235,25 +232,6 @@ def test_nothing_runs_on_a_network_that_is_off(netem, tmp_path):
 # -- networks, in processes of their own ----------------------------------------------------------
 
 
-@netns
-def test_last_output_of_a_program_beside_is_shown_even_if_it_is_read_late():
-    server = (
-        "import signal, socket, sys\n"
-        "words = '\\n' * 30_000 + 'no clients'\n"  # with the host's name before each, more than a pipe holds
-        "signal.signal(signal.SIGTERM, lambda *_: (print(words, flush=True), sys.exit()))\n"
-        "server = socket.create_server(('', 8000))\n"
-        "signal.pause()\n"
-    )
-    beside = ["--also", f"host1={shlex.join([sys.executable, '-c', server])}"]
-    argv = [command("tahq-netem"), "run", "campus", *beside, "--", "echo", "done"]
-    with subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stdout.readline() == "done\n"
-        wait_until(lambda: not namespaces_of(run.pid), 60, "the network goes")
-        time.sleep(0.5)  # for a run that would not wait for its output to be read
-        assert run.stderr.read().splitlines()[-1] == "host1 | no clients"
-        assert run.wait(60) == 0
-
-
 @pytest.fixture
 def begin():
     """begin(): a `tahq-netem run` whose command has started and sleeps."""
@@ -341,23 +319,3 @@ def test_program_that_never_listens_or_goes_into_the_background_is_no_mistake_bu
     start("").await_listening(timeout_s=60)
     with pytest.raises(UserError, match=r"raise SystemExit\(3\).* on host0 ended with status 3 at once"):
         start("raise SystemExit(3)").await_listening(timeout_s=60)
-
-
-@netns
-def test_connected_socket_is_not_a_server(host):
-    with host.entered("host0"):
-        server = socket.create_server(("127.0.0.1", 0))
-        client = socket.create_connection(server.getsockname())
-    with server, client, server.accept()[0]:
-        assert len(listening_sockets(host, "host0")) == 1
-    assert listening_sockets(host, "host0") == set()
-
-
-@netns
-def test_program_continues_when_its_output_has_no_reader(start):
-    reader, writer = socket.socketpair()
-    reader.close()
-    with writer:
-        program = start("print('x' * 1_000_000)\nprint('y')", writer.fileno())
-        assert program.wait() == 0
-        program.finish_output()

@@ -243,19 +243,6 @@ def test_everything_is_undone_at_the_end_even_if_a_setting_cannot_be(network, re
     assert network.take() == []
 
 
-def test_fault_that_failed_half_way_is_undone_with_the_rest(network):
-    network.refused = {"path"}
-    player = player_of(network, ALL_AT_ONCE)
-    with pytest.raises(NetworkError, match="no path here"):
-        player.advance(1.0)
-    assert network.take() == [("rate", "host0", 1e6, 1e6)]
-    network.refused = set()
-    player.close(2.0)
-    # Whether a path that was refused has changed is unknown.
-    paths = [("path", "host0", other, PLAIN) for other in ("host1", "host2")]
-    assert network.take() == [("rate", "host0", 100e6, 100e6), *paths]
-
-
 FAULTS = st.builds(
     lambda at, link, what_to, lasts: NetworkFault(at=at, link=link, what=what_to[0], to=what_to[1], lasts=lasts),
     at=st.floats(0, 10),

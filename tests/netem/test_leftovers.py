@@ -10,7 +10,7 @@ import pytest
 from support.processes import is_alive as runs
 from support.processes import wait_until
 
-from tahq_netem.backends.namespace_group import STATE_FOLDER, is_alive, note_process, start_ticks, sweep_leftovers
+from tahq_netem.backends.namespace_group import STATE_FOLDER, is_alive, note_process, sweep_leftovers
 from tahq_netem.backends.namespaces import create_namespace, list_namespaces, owner_pid, remove_namespace
 
 netns = pytest.mark.netns
@@ -79,38 +79,6 @@ def test_nothing_is_left_of_two_networks_after_a_signal_and_the_status_tells_it(
     assert_gone(process, child)
 
 
-@netns
-def test_signal_after_closing_in_another_order_still_ends_the_process(owner):
-    process, child = owner(
-        "second = NamespaceGroup(['a']); group.close(); second.close(); print(flush=True); time.sleep(60)"
-    )
-    process.stdout.readline()
-    assert_gone(process, child)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-
-
-GUARDED = """
-import sys, time
-from tahq_netem.backends.namespace_group import Guard
-older = Guard(lambda: print("older", flush=True))
-younger = Guard(lambda: {failure})
-print(flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("failure", "error"), [("1 / 0", "ZeroDivisionError"), ("sys.exit(3)", "")])
-def test_removal_that_fails_holds_up_neither_other_removals_nor_the_end(failure, error):
-    argv = [sys.executable, "-c", GUARDED.format(failure=failure)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()
-        process.terminate()
-        stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (-signal.SIGTERM, "older\n")
-    assert error in stderr
-
-
 HANDLER = """
 def leave(*_):
     print(os.path.exists("/run/netns/" + group["a"]), flush=True)
@@ -177,19 +145,6 @@ def test_later_process_with_the_pid_is_not_the_owner_and_an_unreadable_note_coun
         assert is_alive(os.getpid()) is alive
     finally:
         path.unlink(missing_ok=True)  # a sweep of another test may have seen it
-
-
-def test_start_of_a_process_is_known_while_it_lives(tmp_path):
-    assert start_ticks(os.getpid()) == start_ticks(os.getpid()) > 0
-    assert start_ticks(dead_pid()) is None
-    zombie = subprocess.Popen(["/bin/true"])
-    wait_until(lambda: start_ticks(zombie.pid) is None, 10, "it ends")
-    zombie.wait()
-    oddly_named = tmp_path / "a) R 1 (b"
-    oddly_named.symlink_to(sys.executable)
-    with subprocess.Popen([oddly_named, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert start_ticks(process.pid) >= start_ticks(os.getpid())
-        process.communicate(b"\n")
 
 
 HIDING = """

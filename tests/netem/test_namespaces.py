@@ -22,31 +22,16 @@ from tahq_netem.backends.namespaces import (
     host_mac,
     list_namespaces,
     namespace_path,
-    namespace_prefix,
     netlink,
     owner_pid,
     processes_in,
     read_sysctl,
     remove_namespace,
-    write_sysctl,
 )
 
 netns = pytest.mark.netns
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 SYSCTL = Path("/proc/sys/net/ipv4")
-
-
-@pytest.mark.parametrize(
-    ("taken", "prefix"),
-    [
-        ([], "tahq-7-"),
-        (["tahq-71-host0", "other"], "tahq-7-"),
-        (["tahq-7-host0", "tahq-7.1-host0"], "tahq-7.2-"),
-        (["tahq-7.1-host0"], "tahq-7-"),
-    ],
-)
-def test_second_network_of_a_process_gets_other_names(taken, prefix):
-    assert namespace_prefix(7, taken) == prefix
 
 
 def test_names_tell_their_owner_and_addresses_are_distinct():
@@ -93,17 +78,6 @@ def test_sockets_and_processes_stay_where_they_were_made(namespace):
     argv = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
     with entered(namespace), subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert int(process.stdout.read()) == namespace_path(namespace).stat().st_ino
-
-
-@netns
-def test_setting_belongs_to_the_namespace(namespace):
-    name = "net.ipv4.ip_default_ttl"
-    before = (SYSCTL / "ip_default_ttl").read_text()
-    write_sysctl(namespace, name, "33")
-    assert read_sysctl(namespace, name) == "33"
-    assert (SYSCTL / "ip_default_ttl").read_text() == before
-    with pytest.raises(NetworkError, match=r"refuses net.ipv4.ip_default_ttl = 999: Invalid argument"):
-        write_sysctl(namespace, name, "999")
 
 
 @netns

@@ -20,7 +20,6 @@ from tahq_netem.sweep.workload import (
     schedule_with_depth,
     session_schedule,
     step_bound_s,
-    step_costs,
 )
 
 SECOND = GOODPUT_SHARE * 1e6 / 8
@@ -81,17 +80,6 @@ def test_rates_are_goodput_and_the_way_to_the_coordinator_counts():
 def schedule_of_split_backward():
     schedule = generate("1f1b", 2, 1)
     return type(schedule).parse(str(schedule).replace("0B0", "0I0 0W0").replace("1B0", "1I0 1W0"), "split")
-
-
-def test_hosts_keep_their_own_rates():
-    config = uniform(2, rate=1e6)
-    hosts = dict(config.hosts)
-    hosts["host1"] = hosts["host1"].model_copy(update={"up": 5e6, "down": None})
-    work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 1)
-    plan = plan_network(config.model_copy(update={"hosts": hosts}))
-    first, second = step_costs(work, plan, CodecSeconds(), ("host1", "host0")).hosts
-    assert (first.uplink_bits_per_s, first.downlink_bits_per_s) == (40 * SECOND, float("inf"))
-    assert (second.uplink_bits_per_s, second.downlink_bits_per_s) == (8 * SECOND, 8 * SECOND)
 
 
 def test_cuts_have_the_delays_and_caps_of_their_own_paths():

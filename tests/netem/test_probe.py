@@ -5,7 +5,7 @@ import os
 import platform
 
 import pytest
-from pyroute2 import IPRoute, NetlinkError
+from pyroute2 import NetlinkError
 
 from tahq.comm.network_config import PairConfig
 from tahq.errors import NetworkError
@@ -91,45 +91,6 @@ def test_probe_finds_the_parts_of_this_machine_and_leaves_nothing(own_namespaces
         pair = PairConfig(between=("host0", "host1"), rate=1e6)
         with build_network(uniform(2, rate=1e7).model_copy(update={"pairs": [pair]}), backend="kernel") as network:
             assert network.backend == "kernel"
-
-
-@pytest.fixture
-def refuse(monkeypatch):
-    """refuse(method, key, …): the kernel refuses requests of an IPRoute that have one of these kinds or commands."""
-
-    def begin(method, *refused):
-        class Refusing(IPRoute):
-            def __getattribute__(self, name):
-                if name != method:
-                    return super().__getattribute__(name)
-                return lambda *args, **options: self._ask(args, options)
-
-            def _ask(self, args, options):
-                if {args[0], options.get("kind")} & {*refused}:
-                    raise NetlinkError(errno.EOPNOTSUPP, "Operation not supported")
-                return IPRoute.__getattr__(self, method)(*args, **options)
-
-        monkeypatch.setattr("tahq_netem.backends.namespaces.IPRoute", Refusing)
-
-    return begin
-
-
-@pytest.mark.netns
-def test_kernel_without_veth_still_has_tun_and_without_both_no_hosts(refuse, own_namespaces, monkeypatch):
-    refuse("link", "veth", "bridge")
-    assert choose_backend(DELAYED, probe()) == "tun"
-    with pytest.raises(NetworkError, match=r"no veth \(module veth\), bridge .*at auto, which takes tun"):
-        choose_backend(RATES, probe(), "kernel")
-    monkeypatch.setattr("tahq_netem.backends.tun._TUN", "/dev/net/no-such-device")
-    with pytest.raises(NetworkError, match=r"no tun \(module tun\).*no veth \(module veth\).*modprobe"):
-        choose_backend(RATES, probe())
-
-
-@pytest.mark.netns
-def test_part_that_fails_half_way_does_not_make_others_fail(refuse, own_namespaces):
-    usual = probe().parts
-    refuse("tc", "add-class")
-    assert probe().parts == {**usual, "htb": False}
 
 
 @pytest.mark.netns

@@ -15,7 +15,6 @@ from tahq.pipeline.schedule.schedule import Schedule, validate
 from tahq_netem.network.description import uniform
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.runtimes.bare_async import DEEP, actions_of
-from tahq_netem.runtimes.gloo import device_of
 from tahq_netem.runtimes.session import GrowingLines, RuntimeLostError, RuntimeSession, SessionRequest
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
@@ -180,13 +179,6 @@ def test_deep_schedule_is_valid_and_has_its_depth(stages, count):
     validate(schedule)
     depths = [min(count, 2 * (stages - stage) - 1) for stage in range(stages)]
     assert [schedule.max_in_flight(stage) for stage in range(stages)] == depths
-
-
-def test_device_of_an_address_is_found():
-    assert device_of("127.0.0.1") == "lo"
-    assert device_of("127.9.8.7") == "lo"
-    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
-        device_of("192.0.2.1")
 
 
 def test_lines_are_read_when_they_are_whole(tmp_path):

@@ -4,11 +4,8 @@ import pytest
 from support.sweeps import World, small
 
 from tahq.errors import ConfigError, NetworkError
-from tahq_netem.measure.machine import BusyCores
 from tahq_netem.sweep import runner as sweep_runner
-from tahq_netem.sweep.measurement import RejectedMeasurementError, check_busy, num_steps
 from tahq_netem.sweep.results import read_results
-from tahq_netem.sweep.spec import StepsConfig
 
 
 @pytest.fixture
@@ -78,11 +75,6 @@ def test_point_that_cannot_end_in_time_is_not_begun(path, sweep):
     assert rows_of(path)[0]["point"]["rate_bits_per_s"] is None
 
 
-def test_sweep_that_is_asked_to_end_begins_no_further_point(world, path, sweep):
-    world.is_ending = lambda: path.read_text().count("\n") == 1
-    assert sweep() == (1, 0, 3)
-
-
 def test_interruption_loses_the_point_that_was_measured_and_no_other(world, path, sweep, monkeypatch):
     real, calls = sweep_runner.measure_point, []
 
@@ -129,24 +121,11 @@ def test_points_of_a_network_that_is_off_fail_with_the_error_and_its_notes(world
     assert errors == {"NetworkError: goodput is 12 % off; and the link could not be joined again"}
 
 
-def test_network_is_not_measured_with_calibrate_false(world, sweep):
-    world.bad_network = NetworkError("never asked for")
-    assert sweep(calibrate=False) == (4, 0, 0)
-    assert not world.calibrated
-
-
 def test_point_of_sleeping_stages_with_busy_cores_is_rejected_and_its_figures_kept(path, sweep):
     assert sweep(compute=["real"], max_busy_cores=0.4) == (4, 0, 0)
     assert sweep(max_busy_cores=0.4)[1] == 4
     failed = [row for row in rows_of(path) if row["status"] == "failed"]
     assert all("cores were busy, the limit is 0.40" in row["error"] and row["tokens_per_s"] > 0 for row in failed)
-
-
-def test_limit_of_two_cores_is_one_point_two(monkeypatch):
-    monkeypatch.setattr("tahq_netem.sweep.measurement.num_usable_cores", lambda: 2)
-    check_busy(BusyCores(1.19, 2.0), None)
-    with pytest.raises(RejectedMeasurementError, match=r"1\.21 of 2 cores were busy, the limit is 1\.20"):
-        check_busy(BusyCores(1.21, 2.0), None)
 
 
 def test_compute_is_timed_once_for_each_size(world, sweep, monkeypatch):
@@ -162,18 +141,6 @@ def test_compute_is_timed_once_for_each_size(world, sweep, monkeypatch):
     assert sorted(asked) == [(2, 1), (2, 2)]
     slept = [session.request.config.model.sleep for session in world.sessions]
     assert all(sleep.of(1) == (0.01, 0.02) for sleep in slept)
-
-
-def test_points_with_delays_have_another_network(world, sweep):
-    sweep(round_trips=[0.0, 0.05, 0.1])
-    assert len(world.networks) == 2
-    delays = [max(path.delay_s for path in network.plan.paths.values()) for network in world.networks]
-    assert min(delays) == 0.0
-
-
-@pytest.mark.parametrize(("expected_s", "count"), [(0.0, 5), (1.0, 5), (4.0, 3), (100.0, 2)])
-def test_as_many_steps_are_measured_as_fit(expected_s, count):
-    assert num_steps(StepsConfig(at_least=2, at_most=5, about=15.0), expected_s) == count
 
 
 def test_fault_that_did_not_happen_fails_its_point_and_one_of_an_unknown_host_the_sweep(world, path, sweep):

@@ -39,11 +39,6 @@ def test_frames_are_no_longer_than_a_millisecond_of_the_hosts_own_line(rate, exp
     assert wire_tree(plan_network(uniform(2, rate=rate)), "host0").most_segments == expected
 
 
-def test_path_becomes_netem_options_in_its_units():
-    leaf = Leaf(PathShape(delay_s=0.0255, loss=0.01, reorder=0.25), QUEUE, netem_limit=77)
-    assert netem_options(leaf) == {"delay": 25500, "jitter": 0, "loss": 1.0, "limit": 77, "prob_reorder": 25.0}
-
-
 def test_pyroute2_puts_the_options_into_netems_structure():
     """delay and jitter in ticks of 64 ns, loss as a share of 2**32 − 1: tc_netem_qopt of linux/pkt_sched.h."""
     leaf = Leaf(PathShape(delay_s=0.064, jitter_s=0.0064, loss=0.5, reorder=0.5), QUEUE, 10)

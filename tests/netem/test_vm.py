@@ -1,13 +1,11 @@
 """The virtual machine's runner, as far as it goes without a boot, which takes minutes."""
 
-import shutil
 import subprocess
 import sys
 
 import pytest
 import vm.__main__ as vm_main
-from vm.image import DISTRIBUTIONS, unpacked_package, with_requirements
-from vm.result_page import GuestReport, render
+from vm.image import DISTRIBUTIONS, with_requirements
 
 from tahq.errors import UserError
 
@@ -50,8 +48,8 @@ def test_only_files_with_marked_tests_run_in_the_guest(checkout):
 def test_page_has_outcomes_figures_and_the_guest(checkout):
     command = [sys.executable, "-m", "pytest", "-q", "--junitxml=xml", "-o", "junit_family=xunit1", "tests"]
     subprocess.run(command, cwd=checkout, capture_output=True, check=False)
-    report = GuestReport.parse("1 6.1.0-56-cloud-amd64 tsc 41.6\n" + (checkout / "xml").read_text())
-    page = render(report, "QEMU emulator version 7.2", "abc", 123.4)
+    report = vm_main.GuestReport.parse("1 6.1.0-56-cloud-amd64 tsc 41.6\n" + (checkout / "xml").read_text())
+    page = vm_main.render(report, "QEMU emulator version 7.2", "abc", 123.4)
     for text in (
         "| guest's kernel | Linux 6.1.0-56-cloud-amd64, clock source tsc |",
         "2 passed, 1 failed, 1 skipped (exit status 1) |",
@@ -60,24 +58,6 @@ def test_page_has_outcomes_figures_and_the_guest(checkout):
         "| test_kernel.py::test_skipped | skipped: too slow here |",
     ):
         assert text in page
-
-
-def test_guest_without_a_complete_report_is_an_error(monkeypatch, tmp_path):
-    (tmp_path / "boot").mkdir()
-    (tmp_path / "boot" / "vmlinuz-6").touch()
-    monkeypatch.setattr(vm_main, "QEMU", shutil.which("true"))
-    monkeypatch.setattr(vm_main, "unpacked_package", lambda _name: tmp_path)
-    monkeypatch.setattr(vm_main, "write_image", lambda *_arguments: None)
-    with pytest.raises(vm_main.VmError, match="ended without a report"):
-        vm_main.boot(["true"], "tcg", 20.0)
-
-
-def test_package_that_cannot_be_downloaded_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="apt-cache is missing; the VM needs Debian or Ubuntu"):
-        unpacked_package("busybox-static")
-    assert list((tmp_path / "tahq" / "vm").iterdir()) == []
 
 
 def test_guest_needs_no_torch():

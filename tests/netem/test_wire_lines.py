@@ -8,7 +8,7 @@ from support.ethernet_frames import segments_of, tcp_frame, udp_frame
 
 from tahq.comm.network_model import FULL_FRAME_NBYTES, queue_limit_nbytes
 from tahq_netem.network.description import PathShape
-from tahq_netem.wire.lines import LONGEST_RUN_S, Agenda, Gaps, Path, ShapedUplink, Transmitter, segments_within
+from tahq_netem.wire.lines import Agenda, Gaps, Path, ShapedUplink, Transmitter
 from tahq_netem.wire.packet import Packet, read_packet
 
 RATE = 8e6  # one byte per microsecond
@@ -53,14 +53,6 @@ def arrivals():
     return Arrivals()
 
 
-def test_agenda_runs_in_order_of_time_then_of_entry(agenda, arrivals):
-    for due_s, name in ((2.0, b"c"), (1.0, b"a"), (2.0, b"d"), (1.5, b"b"), (3.0, b"later")):
-        agenda.put(due_s, arrivals, full_frame(name))
-    agenda.run_until(2.0)
-    assert (arrivals.names, arrivals.times_s) == ([b"a", b"b", b"c", b"d"], [1.0, 1.5, 2.0, 2.0])
-    assert agenda.next_due_s == 3.0
-
-
 # -- uplinks --------------------------------------------------------------------------------------
 
 
@@ -89,26 +81,12 @@ def test_uplink_hands_frames_over_in_longer_runs_the_longer_a_flow_lasts(agenda,
     assert arrivals.times_s[-1] == pytest.approx(30 * duration_s)
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(1e6, 1), (1e7, 1), (1e8, 8), (1e9, 82)])
-def test_runs_last_a_millisecond_at_most(rate, expected):
-    assert segments_within(LONGEST_RUN_S, rate) == expected
-
-
 # -- lines behind a queue -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def line(agenda, arrivals):
     return Transmitter(agenda, arrivals, RATE, 0.0)
-
-
-def test_line_adds_nothing_to_packets_at_its_rate(agenda, arrivals, line):
-    times_s = [5 + index * SECONDS_PER_FRAME for index in range(1000)]
-    for now_s in times_s:
-        agenda.run_until(now_s)
-        line.enter(now_s, full_frame())
-    agenda.run_until(math.inf)
-    assert arrivals.times_s == pytest.approx(times_s, abs=1e-9)
 
 
 def test_line_spreads_a_burst_at_its_rate(agenda, arrivals, line):
@@ -173,15 +151,6 @@ def test_gaps_do_not_depend_on_how_packets_come_together():
     one_by_one, together = Gaps(Random("same"), 0.05), Gaps(Random("same"), 0.05)
     singly = [index for index in range(4400) if one_by_one.chosen(1)]
     assert singly == [44 * frame + position for frame in range(100) for position in together.chosen(44)] != []
-
-
-def test_gaps_take_a_new_probability_at_once():
-    gaps = Gaps(Random(0), 0.0)
-    assert gaps.chosen(10**9) == []
-    gaps.set_probability(1.0)
-    assert gaps.chosen(5) == [0, 1, 2, 3, 4]
-    gaps.set_probability(0.0)
-    assert gaps.chosen(1000) == []
 
 
 # -- paths ----------------------------------------------------------------------------------------
@@ -253,14 +222,6 @@ def test_reordered_share_skips_the_delay():
     assert all(delays_s[number] == pytest.approx(0.05) for number in delays_s.keys() - overtakers)
     held_back = [number for number in arrivals.numbers() if number not in overtakers]
     assert held_back == sorted(held_back)
-
-
-def test_segments_of_one_frame_overtake_singly():
-    frame = tcp_frame(bytes(40_000), 1000)
-    arrivals = walk(PathShape(delay_s=0.05, reorder=0.1), [(0.0, frame)])
-    segments = [segment for part in arrivals.names for segment in segments_of(part)]
-    assert 0.0 in arrivals.times_s
-    assert segments != segments_of(frame) == sorted(segments, key=lambda segment: segment.sequence)
 
 
 def test_cap_of_the_pair_holds_packets_of_mtu_size():

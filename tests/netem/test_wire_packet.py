@@ -58,10 +58,3 @@ def test_any_run_holds_exactly_its_segments(payload_bytes, segment_bytes, header
     assert part.wire_bytes == sum(header_bytes + len(segment.payload) for segment in whole[first : first + count])
     # What was cut can be cut again.
     assert [s for run in runs(part, 2) for s in segments_of(run.frame)] == whole[first : first + count]
-
-
-def test_runs_are_as_long_as_allowed_and_a_whole_packet_is_untouched():
-    packet = read_packet(tcp_frame(bytes(7 * 1000), 1000))
-    assert [run.num_segments for run in runs(packet, 3)] == [3, 3, 1]
-    assert runs(packet, 7) == [packet]
-    assert cut(packet, 0, packet.num_segments) is packet

@@ -71,15 +71,6 @@ def test_two_senders_share_the_receivers_downlink():
     assert times_s[-1] == pytest.approx(200 * 1514e-6, rel=0.03)
 
 
-def test_slow_downlink_cuts_large_frames():
-    bench = Bench(NetworkConfig(hosts={"a": HostConfig(), "b": HostConfig(down=RATE)}))
-    frame = tcp_frame(bytes(40 * 1448), 1448)
-    bench.switch.send(0.0, 0, frame)
-    parts = [part for _, _, part in bench.run()]
-    assert len(parts) == 40
-    assert [segment for part in parts for segment in segments_of(part)] == segments_of(frame)
-
-
 def test_host_that_is_cut_off_neither_sends_nor_receives():
     bench = Bench(uniform(3, delay=0.01))
     bench.send(0, 1)  # under way when the link goes

@@ -25,13 +25,9 @@ _PACKAGES = ("torch", "numpy", "numba", "triton", "pyzmq", "pyroute2", "transfor
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Processor, cores, kernel, versions and, where stages compute on CUDA, the accelerators."""
-    found: dict[str, Any] = {
-        "processor": processor(),
-        "cores": num_usable_cores(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "tahq": __version__,
-    }
+    kernel, python = platform.release(), platform.python_version()
+    found: dict[str, Any] = {"processor": processor(), "cores": num_usable_cores(), "kernel": kernel, "python": python}
+    found["tahq"] = __version__
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

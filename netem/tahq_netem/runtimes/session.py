@@ -21,7 +21,6 @@ from tahq_netem.backends.network import Network
 from tahq_netem.programs import module_environment
 
 POLL_S = 0.02
-_TAIL_NBYTES = 4096
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -48,26 +47,20 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStep:
-    """One finished step.
-
-    Attributes:
-        step: its number, from 1.
-        seconds: since the end of the previous step.
-        loss: nats per token; None if the runtime does not report it.
-        activation_nbytes: payload on each cut, forward.
-        gradient_nbytes: payload on each cut, backward.
-        compute_s: each stage's seconds in (forward, backward); empty if not known. On a shared GPU they include the
-            other stages' turns.
-        codec_s: each stage's seconds in (encode, decode); empty if not known.
-    """
+    """One finished step; bytes are the payload on each cut."""
 
     step: int
+    """From 1."""
     seconds: float
+    """Since the end of the previous step."""
     loss: float | None
+    """Nats per token; None if the runtime does not report it."""
     activation_nbytes: tuple[float, ...]
     gradient_nbytes: tuple[float, ...]
     compute_s: tuple[tuple[float, float], ...] = ()
+    """Each stage's (forward, backward), with the other stages' turns on a shared GPU; empty if not known."""
     codec_s: tuple[tuple[float, float], ...] = ()
+    """Each stage's (encode, decode); empty if not known."""
 
 
 class RuntimeSession(ABC):
@@ -150,8 +143,11 @@ class RuntimeSession(ABC):
 
     def last_words(self) -> str:
         """The last line of every log."""
-        lines = {name: _last_line(self._log(name)) for name in self.running}
-        return "; ".join(f"{name}: {line}" for name, line in lines.items() if line) or "the logs are empty"
+        words = []
+        for name in self.running:
+            lines = self._log(name).read_text(errors="replace").strip().splitlines()
+            words += [f"{name}: {lines[-1].strip()}"] if lines else []
+        return "; ".join(words) or "the logs are empty"
 
     def _log(self, name: str) -> Path:
         return self.request.folder / f"{name}.log"
@@ -166,13 +162,6 @@ class RuntimeSession(ABC):
 StartSession = Callable[[SessionRequest], RuntimeSession]
 
 
-def _last_line(path: Path) -> str:
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - _TAIL_NBYTES))
-        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
 class GrowingLines:
     """The objects of a JSON-lines file while another process writes it; it need not exist yet."""
 
@@ -184,9 +173,7 @@ class GrowingLines:
         """Whole lines added since the last call."""
         if not self._path.exists():
             return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
+        content = self._path.read_bytes()[self._offset :]
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         yield from map(json.loads, whole.splitlines())

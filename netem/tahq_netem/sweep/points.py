@@ -1,5 +1,5 @@
-"""The points of a sweep: one per combination, with an id that depends on everything that its measurement depends on,
-except the machine and the versions, and not on the sweep's other points or their order.
+"""The points of a sweep: one per combination, with an id that depends on all that its measurement depends on, except
+the machine and the versions, and not on the sweep's other points or their order.
 
 Points that differ only in the network are measured one after another in one *session*: workers that keep training
 while the network under them changes. Starting workers takes longer than most measurements.
@@ -40,12 +40,12 @@ class NetworkChoice:
         self, num_hosts: int, congestion_control: str | None = None, after_idle: bool | None = None
     ) -> NetworkConfig:
         """The network for `num_hosts` hosts; `after_idle`: whether TCP restarts slowly after a pause."""
-        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         if self.profile is None:
             network = uniform(num_hosts, rate=self.rate_bits_per_s, delay=self.round_trip_s / 2)
         else:
             network = profile(self.profile, num_hosts)
-        return network.model_copy(update=of_tcp)
+        tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
+        return network.model_copy(update=tcp)
 
     def plan(self, num_hosts: int) -> NetworkPlan:
         """The network, resolved for every pair."""
@@ -142,12 +142,9 @@ def by_network_kind(points: Sequence[Point]) -> list[list[Point]]:
 def _sessions(config: SweepConfig) -> Iterator[SessionKey]:
     axes = product(config.compute, config.stages, config.micro_batches, config.runtimes)
     for compute, stages, micro_batch, runtime in axes:
-        kind, forward_s, backward_s = _compute(config, compute, stages, micro_batch)
+        sized = (stages, micro_batch, *_compute(config, compute, stages, micro_batch))
         for schedule, wire, depth in product(runtime.schedules, runtime.wires, runtime.in_flight):
-            codecs = split_wire(wire)
-            yield SessionKey(
-                *(runtime.name, schedule, *codecs, stages, micro_batch, kind, forward_s, backward_s), in_flight=depth
-            )
+            yield SessionKey(runtime.name, schedule, *split_wire(wire), *sized, depth)
 
 
 def _compute(

@@ -6,8 +6,6 @@ share of the bound against bandwidth, and loss against wall-clock time.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,8 @@ from tahq_netem.sweep.results import (
     Row,
     Series,
     Setting,
-    bits_an_element,
     done,
     network_label,
-    network_labels,
     read_results,
     series_of,
     setting_of,
@@ -36,8 +32,10 @@ Bits are per element on the wire, activations + gradients.
 """
 SIZE = (5.2, 4.2)
 """Of a panel, in inches."""
-PanelOf = Callable[[Row], tuple[Setting, str]]
-"""Gives the setting and title of the panel that a row belongs to."""
+Draw = Callable[[Any, Sequence[Row]], None]
+"""Draws rows onto a pair of axes."""
+TitleOf = Callable[[Row], str]
+"""Gives the title of the panel that a row belongs to."""
 DASHES = {"tahq": "-", "torch": "--", "bare": ":"}
 
 
@@ -53,13 +51,12 @@ def plot_results(results: Sequence[Path], out: Path) -> list[Path]:
 def sweep_report(rows: Sequence[Row]) -> str:
     """The report of one sweep or several."""
     measured = done(rows)
-    machines = dict.fromkeys(one_line(row["machine"]) for row in rows)
     settings = [_table(setting, measured) for setting in sorted(set(map(setting_of, measured)))]
     sections = [*settings, _comparison(measured), _conditions(measured), _failures(rows)]
     lines = [
         f"# {', '.join(dict.fromkeys(row['sweep'] for row in rows)) or 'no results'}",
         "",
-        *(f"{machine}." for machine in machines),
+        *dict.fromkeys(f"{one_line(row['machine'])}." for row in rows),
         *EXPLANATION.splitlines(),
         "",
         *(line for section in sections for line in section),
@@ -69,16 +66,23 @@ def sweep_report(rows: Sequence[Row]) -> str:
 
 def _table(setting: Setting, measured: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in measured if setting_of(row) == setting]
-    networks = network_labels(rows)
+    # Unshaped, rates from fast to slow, then profiles.
+    points = {network_label(row): row["point"] for row in rows}
+    networks = sorted(
+        points, key=lambda label: (bool(points[label]["profile"]), -(points[label]["rate_bits_per_s"] or math.inf))
+    )
     yield from (f"## {setting.sweep}: {setting.title}", "")
     yield f"| runtime | wire | bits | {' | '.join(networks)} |"
     yield f"|---|---|---|{'---|' * len(networks)}"
     for series in dict.fromkeys(map(series_of, rows)):
+        runtime, schedule, wire = series
         cells = {network_label(row): row for row in rows if series_of(row) == series}
-        forward, backward = bits_an_element(next(iter(cells.values())))
+        first = next(iter(cells.values()))
+        forward, backward = (
+            8 * first[key][0] / first["elements_a_step"] for key in ("activation_nbytes", "gradient_nbytes")
+        )
         texts = [_cell(cells[network]) if network in cells else "" for network in networks]
-        head = f"{series.runtime} {series.schedule} | `{series.wire}` | {forward:.2f} + {backward:.2f}"
-        yield f"| {head} | {' | '.join(texts)} |"
+        yield f"| {runtime} {schedule} | `{wire}` | {forward:.2f} + {backward:.2f} | {' | '.join(texts)} |"
     yield ""
 
 
@@ -87,12 +91,17 @@ def _cell(row: Row) -> str:
     return f"{row['tokens_per_s']:,.0f}{share}"
 
 
+def _label(series: Series) -> str:
+    runtime, schedule, wire = series
+    return f"{runtime} {schedule}, {wire}"
+
+
 def _comparison(rows: Sequence[Row]) -> Iterator[str]:
     """Points that were measured with both real and sleeping compute: the difference."""
     by_place: dict[tuple[Series, Setting, str], dict[bool, Row]] = {}
     for row in rows:
         setting = setting_of(row)
-        place = (series_of(row), replace(setting, compute=""), network_label(row))
+        place = (series_of(row), setting._replace(compute=""), network_label(row))
         by_place.setdefault(place, {})[setting.compute == "real"] = row
     both = {place: found for place, found in by_place.items() if len(found) == 2}
     if not both:
@@ -102,7 +111,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[str]:
     for (series, setting, network), found in both.items():
         real, sleeping = found[True]["tokens_per_s"], found[False]["tokens_per_s"]
         delay = f", {write_duration(setting.round_trip_s)}" if setting.round_trip_s else ""
-        what = f"{series.label}, {setting.stages} stages of {setting.micro_batch}, {network}{delay}"
+        what = f"{_label(series)}, {setting.stages} stages of {setting.micro_batch}, {network}{delay}"
         yield f"| {what} | {real:,.0f} | {sleeping:,.0f} | {sleeping / real - 1:+.1%} |"
     yield ""
 
@@ -128,9 +137,8 @@ def _failures(rows: Sequence[Row]) -> Iterator[str]:
     failed = [row for row in rows if row["status"] != DONE]
     if failed:
         yield from ("## Not measured", "")
-        yield from (
-            f"- {series_of(row).label}, {setting_of(row).title}, {network_label(row)}: {row['error']}" for row in failed
-        )
+        for row in failed:
+            yield f"- {_label(series_of(row))}, {setting_of(row).title}, {network_label(row)}: {row['error']}"
         yield ""
 
 
@@ -144,38 +152,32 @@ def draw_plots(rows: Sequence[Row], stem: Path) -> list[Path]:
     measured = done(rows)
     shaped = [row for row in measured if row["point"]["profile"] is None]
     with_share = [row for row in shaped if row["share_of_bound"] is not None]
-    throughput = partial(_draw_against_rate, key="tokens_per_s", label="tokens/s", top=None)
-    share = partial(_draw_against_rate, key="share_of_bound", label="share of the bound", top=1.05)
-    wanted: list[tuple[str, Sequence[Row], PanelOf, Callable[[Any, Sequence[Row]], None]]] = [
-        ("throughput", shaped, _by_setting, throughput),
-        ("share", with_share, _by_setting, share),
-        ("loss", [row for row in measured if _has_losses(row)], _by_network, _draw_losses),
+
+    def title(row: Row) -> str:
+        return setting_of(row).title
+
+    wanted: list[tuple[str, Sequence[Row], TitleOf, Draw]] = [
+        ("throughput", shaped, title, _against_rate("tokens_per_s", "tokens/s", None)),
+        ("share", with_share, title, _against_rate("share_of_bound", "share of the bound", 1.05)),
+        ("loss", list(filter(_has_losses, measured)), lambda row: f"{network_label(row)}, {title(row)}", _draw_losses),
     ]
     return [
-        _draw(found, panel_of, draw, stem.with_name(f"{stem.name}-{name}.png"))
-        for name, found, panel_of, draw in wanted
+        _draw(found, title_of, draw, stem.with_name(f"{stem.name}-{name}.png"))
+        for name, found, title_of, draw in wanted
         if found
     ]
 
 
-def _by_setting(row: Row) -> tuple[Setting, str]:
-    return setting_of(row), setting_of(row).title
-
-
-def _by_network(row: Row) -> tuple[Setting, str]:
-    return setting_of(row), f"{network_label(row)}, {setting_of(row).title}"
-
-
-def _draw(rows: Sequence[Row], panel_of: PanelOf, draw: Callable[[Any, Sequence[Row]], None], path: Path) -> Path:
+def _draw(rows: Sequence[Row], title_of: TitleOf, draw: Draw, path: Path) -> Path:
     from matplotlib import pyplot
 
-    panels = sorted(set(map(panel_of, rows)))
+    panels = sorted({(setting_of(row), title_of(row)) for row in rows})
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(SIZE[0] * columns, SIZE[1] * lines), squeeze=False)
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        axis.set_title(panel[1], fontsize=7)
-        draw(axis, [row for row in rows if panel_of(row) == panel])
+    for axis, (setting, title) in zip(axes.flat, panels, strict=False):
+        axis.set_title(title, fontsize=7)
+        draw(axis, [row for row in rows if (setting_of(row), title_of(row)) == (setting, title)])
         axis.grid(visible=True, alpha=0.3)
         axis.legend(fontsize=6)
     for axis in axes.flat[len(panels) :]:
@@ -186,22 +188,25 @@ def _draw(rows: Sequence[Row], panel_of: PanelOf, draw: Callable[[Any, Sequence[
     return path
 
 
-def _draw_against_rate(axis: Any, rows: Sequence[Row], key: str, label: str, top: float | None) -> None:
-    """One line per series; unshaped points are at the right, behind a gap."""
-    rates = sorted({row["point"]["rate_bits_per_s"] for row in rows} - {None})
-    unshaped = 4 * (rates[-1] if rates else 1e9)
-    for series in dict.fromkeys(map(series_of, rows)):
-        points = {row["point"]["rate_bits_per_s"] or unshaped: row[key] for row in rows if series_of(row) == series}
-        places = sorted(points)
-        style = {"label": series.label, "linestyle": DASHES[series.runtime], "linewidth": 1.2, "markersize": 3}
-        axis.plot([rate / 1e6 for rate in places], [points[rate] for rate in places], marker="o", **style)
-    axis.set_xscale("log")
-    ticks = [*rates, unshaped]
-    axis.set_xticks([rate / 1e6 for rate in ticks], [*(f"{rate / 1e6:g}" for rate in rates), "unshaped"], fontsize=7)
-    axis.minorticks_off()
-    axis.set_xlabel("Mbit/s of each host, up and down")
-    axis.set_ylabel(label)
-    axis.set_ylim(0, top)
+def _against_rate(key: str, label: str, top: float | None) -> Draw:
+    def draw(axis: Any, rows: Sequence[Row]) -> None:
+        """One line per series; unshaped points are at the right, behind a gap."""
+        rates = sorted({row["point"]["rate_bits_per_s"] for row in rows} - {None})
+        unshaped = 4 * (rates[-1] if rates else 1e9)
+        for series in dict.fromkeys(map(series_of, rows)):
+            points = {row["point"]["rate_bits_per_s"] or unshaped: row[key] for row in rows if series_of(row) == series}
+            places = sorted(points)
+            style = {"label": _label(series), "linestyle": DASHES[series[0]], "linewidth": 1.2, "markersize": 3}
+            axis.plot([rate / 1e6 for rate in places], [points[rate] for rate in places], marker="o", **style)
+        axis.set_xscale("log")
+        ticks = {rate / 1e6: f"{rate / 1e6:g}" for rate in rates} | {unshaped / 1e6: "unshaped"}
+        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
+        axis.minorticks_off()
+        axis.set_xlabel("Mbit/s of each host, up and down")
+        axis.set_ylabel(label)
+        axis.set_ylim(0, top)
+
+    return draw
 
 
 def _draw_losses(axis: Any, rows: Sequence[Row]) -> None:
@@ -209,7 +214,7 @@ def _draw_losses(axis: Any, rows: Sequence[Row]) -> None:
         series = series_of(row)
         seconds = list(accumulate(step["seconds"] for step in row["steps"]))
         losses = [step["loss"] for step in row["steps"]]
-        axis.plot(seconds, losses, label=series.label, linestyle=DASHES[series.runtime], linewidth=1.2)
+        axis.plot(seconds, losses, label=_label(series), linestyle=DASHES[series[0]], linewidth=1.2)
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss (nats per token)")
 

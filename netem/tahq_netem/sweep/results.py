@@ -6,15 +6,15 @@ at a time writes to a file. The newest line of a point counts: a failure may be 
 
 import fcntl
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tahq.errors import ConfigError
-from tahq.units import format_rate, write_duration
+from tahq.units import write_duration
+from tahq_netem.sweep.points import NetworkChoice
 
 DONE = "done"
 FAILED = "failed"
@@ -25,18 +25,15 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = path.read_bytes()
-            os.truncate(path, content.rfind(b"\n") + 1)
+        with ExitStack() as opened:
+            self._file = opened.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{path} is being written by another sweep; wait, or choose another file") from None
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
             self.rows = read_results(path)
-        except BlockingIOError:
-            self._file.close()
-            raise ConfigError(f"{path} is being written by another sweep; wait, or choose another file") from None
-        except BaseException:
-            self._file.close()
-            raise
+            opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -76,10 +73,11 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 Row = Mapping[str, Any]
+Series = tuple[str, str, str]
+"""What the points of a line have in common: runtime, schedule, wire."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Setting:
+class Setting(NamedTuple):
     """What the rows of a table or panel have in common."""
 
     sweep: str
@@ -101,20 +99,6 @@ class Setting:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """What the points of a line have in common."""
-
-    runtime: str
-    schedule: str
-    wire: str
-
-    @property
-    def label(self) -> str:
-        """As a legend."""
-        return f"{self.runtime} {self.schedule}, {self.wire}"
-
-
 def done(rows: Iterable[Row]) -> list[Row]:
     """The rows with a measurement."""
     return [row for row in rows if row["status"] == DONE]
@@ -123,10 +107,7 @@ def done(rows: Iterable[Row]) -> list[Row]:
 def setting_of(row: Row) -> Setting:
     """Which table a row belongs to."""
     point = row["point"]
-    # As configured; earlier versions stored only the congestion control in force, beside the calibration.
-    network = (row.get("calibration") or {}).get("network", {})
-    control = str(point.get("congestion_control") or network.get("congestion_control", "unknown"))
-    after_idle = point.get("tcp_slow_start_after_idle")
+    control, after_idle = point.get("congestion_control", "unknown"), point.get("tcp_slow_start_after_idle")
     if after_idle is not None:
         control += f", {'' if after_idle else 'no '}slow start after pauses"
     sizes = point["stages"], point["micro_batch"]
@@ -140,28 +121,10 @@ def series_of(row: Row) -> Series:
     wire = activations if activations == gradients else f"{activations} / {gradients}"
     depth = point.get("in_flight")
     schedule = point["schedule"] if depth is None else f"{point['schedule']} {depth} in flight"
-    return Series(point["runtime"], schedule, wire)
+    return point["runtime"], schedule, wire
 
 
 def network_label(row: Row) -> str:
     """A profile's name, or a rate."""
     point = row["point"]
-    if point["profile"] is not None:
-        return str(point["profile"])
-    return "unshaped" if point["rate_bits_per_s"] is None else format_rate(point["rate_bits_per_s"])
-
-
-def network_labels(rows: Sequence[Row]) -> list[str]:
-    """The networks of a table: unshaped, rates from fast to slow, then profiles."""
-    points = {network_label(row): row["point"] for row in rows}
-
-    def place(label: str) -> tuple[bool, float]:
-        return points[label]["profile"] is not None, -(points[label]["rate_bits_per_s"] or math.inf)
-
-    return sorted(points, key=place)
-
-
-def bits_an_element(row: Row) -> tuple[float, float]:
-    """Bits per element on the first cut: activations, gradients."""
-    elements = row["elements_a_step"]
-    return 8 * row["activation_nbytes"][0] / elements, 8 * row["gradient_nbytes"][0] / elements
+    return NetworkChoice(point["rate_bits_per_s"], profile=point["profile"]).label
