@@ -70,13 +70,6 @@ def test_figure_missing_in_an_exception_comes_from_the_next_wider_level():
     assert plan.paths["a2", "b1"] == PathShape(delay_s=0.5, rate_bits_per_s=1e7)
 
 
-def test_exceptions_of_sites_hold_for_their_hosts_alone():
-    plan = plan_with(PairConfig(between=("a", "a"), delay=0.0), PairConfig(between=("a", "b"), delay=0.5))
-    assert plan.paths["a1", "a2"].delay_s == plan.paths["a2", "a1"].delay_s == 0
-    assert plan.paths["a1", "b1"].delay_s == 0.5
-    assert plan.paths["alone", "b1"].delay_s == 0.4
-
-
 def test_rate_between_two_hosts_is_the_smallest_on_the_path():
     plan = plan_with(PairConfig(between=("a1", "b1"), rate=5e6))
     assert plan.rate_bits_per_s("b1", "a1") == 5e6

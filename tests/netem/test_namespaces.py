@@ -9,11 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.processes import is_alive, wait_until
 
 from tahq.comm.network_config import MAX_HOSTS
 from tahq.errors import NetworkError
-from tahq_netem.backends.namespace_group import NamespaceGroup, set_congestion_control
+from tahq_netem.backends.namespace_group import set_congestion_control
 from tahq_netem.backends.namespaces import (
     create_namespace,
     end_processes,
@@ -102,31 +101,6 @@ def test_process_that_ignores_sigterm_is_killed(namespace):
         end_processes([namespace], grace_s=0.2)
         assert process.wait(60) == -9
     assert processes_in(namespace) == []
-
-
-@netns
-def test_closing_a_group_ends_all_processes_in_it_and_closing_again_does_nothing(own_namespaces):
-    group = NamespaceGroup(["a"])
-    with entered(group["a"]):
-        process = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait"])
-    wait_until(lambda: len(processes_in(group["a"])) == 2, 10, "the shell starts its child")
-    pids = processes_in(group["a"])
-    group.close()
-    group.close()
-    process.wait(60)
-    wait_until(lambda: not any(map(is_alive, pids)), 10, "all are gone")
-
-
-@netns
-def test_two_groups_of_one_process_live_side_by_side(own_namespaces):
-    first, second = NamespaceGroup(["a"]), NamespaceGroup(["a"])
-    try:
-        assert (first["a"], second["a"]) == (f"tahq-{os.getpid()}-a", f"tahq-{os.getpid()}.1-a")
-        first.close()
-        assert own_namespaces() == [second["a"]]
-    finally:
-        first.close()
-        second.close()
 
 
 @netns

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -10,14 +9,14 @@ import threading
 import time
 
 import pytest
-from support.processes import children, is_alive, wait_until
+from support.processes import is_alive, wait_until
 from support.real_networks import BUILDERS, on_each_backend
 
 from tahq.comm.network_config import PairConfig
 from tahq.errors import NetworkError
-from tahq_netem.backends.choice import build_network, probe
-from tahq_netem.backends.namespace_group import STATE_FOLDER, sweep_leftovers
-from tahq_netem.backends.namespaces import HOST_DEVICE, list_namespaces, netlink, owner_pid
+from tahq_netem.backends.choice import probe
+from tahq_netem.backends.namespace_group import sweep_leftovers
+from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
 from tahq_netem.measure import meter
 from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
 from tahq_netem.network.faults import FaultPlayer, Timeline
@@ -120,33 +119,6 @@ def test_network_that_cannot_be_built_leaves_nothing(backend, own_namespaces):
     with pytest.raises(NetworkError, match="no congestion control warp"):
         BUILDERS[backend](plan_network(uniform(3, congestion_control="warp")))
     assert own_namespaces() == []
-
-
-OWNER = """
-import sys, time
-from tahq_netem.network.description import uniform
-from tahq_netem.backends.choice import build_network
-with build_network(uniform(2, rate=1e8), backend=sys.argv[1]) as network:
-    child = network.popen("host1", [sys.executable, "-c", "import time; time.sleep(60)"])
-    print(child.pid, flush=True)
-    time.sleep(60)
-"""
-
-
-@on_each_backend
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_after_a_signal_or_the_next_start(backend, number):
-    with subprocess.Popen([sys.executable, "-c", OWNER, backend], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout.readline()
-        started = children(owner.pid)
-        assert started
-        owner.send_signal(number)
-        assert owner.wait(20) == -number
-    if number == signal.SIGKILL:
-        build_network(uniform(2), backend=backend).close()
-    assert not [name for name in list_namespaces() if owner_pid(name) == owner.pid]
-    assert not (STATE_FOLDER / f"{owner.pid}.json").exists()
-    wait_until(lambda: not any(map(is_alive, started)), 10, "the program and the wire end")
 
 
 # -- faults ---------------------------------------------------------------------------------------

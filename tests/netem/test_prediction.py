@@ -82,18 +82,6 @@ def schedule_of_split_backward():
     return type(schedule).parse(str(schedule).replace("0B0", "0I0 0W0").replace("1B0", "1I0 1W0"), "split")
 
 
-def test_cuts_have_the_delays_and_caps_of_their_own_paths():
-    config = uniform(3, delay=0.25)
-    pairs = [{"between": ("host1", "host2"), "delay": 0.5, "rate": 1e6}]
-    plan = plan_network(type(config).model_validate({**config.model_dump(), "pairs": pairs}))
-    work = StepWork([1.0] * 3, [2.0] * 3, [SECOND] * 2, [SECOND] * 2, 1)
-    alone = predicted_step_s(generate("1f1b", 3, 1), work, plan, CodecSeconds())
-    # three forwards and backwards; the first cut takes its delay, the second a second of sending and a longer delay
-    assert alone == pytest.approx(3 * (1 + 2) + 2 * 0.25 + 2 * (1 + 0.5))
-    swapped = predicted_step_s(generate("1f1b", 3, 1), work, plan, CodecSeconds(), hosts=("host1", "host0", "host2"))
-    assert swapped == pytest.approx(3 * (1 + 2) + 4 * 0.25)
-
-
 def test_prediction_lies_above_the_bound_and_is_part_of_a_row():
     times = StageTimes((0.01, 0.01), (0.02, 0.02))
     work = planned_work(small(), key(), times)

@@ -69,12 +69,6 @@ def test_call_without_time_leaves_the_rest_for_the_next(path, sweep):
     assert len(path.read_text().splitlines()) == 6
 
 
-def test_point_that_cannot_end_in_time_is_not_begun(path, sweep):
-    # a sample of 8 · 32 · 64 numbers in fp32 at 10 kbit/s: a minute each way
-    assert sweep(limit_s=100.0, rates=[None, 1e4], runtimes=[{"name": "tahq"}]) == (1, 0, 1)
-    assert rows_of(path)[0]["point"]["rate_bits_per_s"] is None
-
-
 def test_interruption_loses_the_point_that_was_measured_and_no_other(world, path, sweep, monkeypatch):
     real, calls = sweep_runner.measure_point, []
 

@@ -89,15 +89,6 @@ def test_process_that_does_not_answer_in_time_is_given_up(control):
         own.ask("b")
 
 
-def test_process_that_ends_while_it_is_asked_is_named(control):
-    own, process = control
-    end = threading.Thread(target=lambda: (process.recv(), process.close()))
-    end.start()
-    with pytest.raises(NetworkError, match=r"wire process has ended \(see its output on stderr\); build"):
-        own.ask("a")
-    end.join()
-
-
 def test_closing_wakes_the_thread_that_waits_for_an_answer(control):
     own, _ = control
     closer = threading.Timer(0.2, own.close)

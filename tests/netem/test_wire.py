@@ -1,15 +1,18 @@
-"""Lines, queues and paths of the wire, in virtual time."""
+"""Frames counted and cut; lines, queues, paths and the switch of the wire, in virtual time."""
 
 import math
 from random import Random
 
 import pytest
-from support.ethernet_frames import segments_of, tcp_frame, udp_frame
+from hypothesis import given
+from hypothesis import strategies as st
+from support.ethernet_frames import FIN, PSH, segments_of, tcp_frame, udp_frame
 
+from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq.comm.network_model import FULL_FRAME_NBYTES, queue_limit_nbytes
-from tahq_netem.network.description import PathShape
-from tahq_netem.wire.lines import Agenda, Gaps, Path, ShapedUplink, Transmitter
-from tahq_netem.wire.packet import Packet, read_packet
+from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
+from tahq_netem.wire.lines import Agenda, Gaps, Path, ShapedUplink, Switch, Transmitter
+from tahq_netem.wire.packet import Packet, cut, destination_address, read_packet, runs
 
 RATE = 8e6  # one byte per microsecond
 SECONDS_PER_FRAME = 1514e-6
@@ -147,12 +150,6 @@ def test_gaps_choose_the_given_share(probability):
     assert abs(num_chosen - num_packets * probability) < 3.3 * deviation  # 99.9 %
 
 
-def test_gaps_do_not_depend_on_how_packets_come_together():
-    one_by_one, together = Gaps(Random("same"), 0.05), Gaps(Random("same"), 0.05)
-    singly = [index for index in range(4400) if one_by_one.chosen(1)]
-    assert singly == [44 * frame + position for frame in range(100) for position in together.chosen(44)] != []
-
-
 # -- paths ----------------------------------------------------------------------------------------
 
 
@@ -170,13 +167,6 @@ def walk(shape: PathShape, frames, seed: str = "walk") -> Arrivals:
 def every(seconds: float, count: int):
     """Numbered datagrams, so many seconds apart."""
     return [(index * seconds, numbered(index)) for index in range(count)]
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.05])
-def test_delay_is_added_and_order_kept(delay_s):
-    arrivals = walk(PathShape(delay_s=delay_s), every(1e-3, 10))
-    assert arrivals.times_s == pytest.approx([delay_s + index * 1e-3 for index in range(10)])
-    assert arrivals.numbers() == list(range(10))
 
 
 def test_jitter_stays_in_its_range():
@@ -232,14 +222,150 @@ def test_cap_of_the_pair_holds_packets_of_mtu_size():
     assert arrivals.times_s[-1] == pytest.approx(0.01 + 43 * 1514e-6, rel=0.07)
 
 
-def test_new_shape_holds_for_later_packets_and_lets_none_overtake(agenda, arrivals):
-    path = Path(agenda, arrivals, PathShape(delay_s=0.1), 0.1, seed="walk")
-    shapes = {0.01: PathShape(delay_s=0.3), 0.02: PathShape(loss=1.0), 0.03: PathShape(), 0.5: PathShape()}
-    path.enter(0.0, read_packet(numbered(0)))
-    for number, (now_s, shape) in enumerate(shapes.items(), 1):
-        agenda.run_until(now_s)
-        path.set_shape(now_s, shape, 0.0)
-        path.enter(now_s, read_packet(numbered(number)))
-    agenda.run_until(math.inf)
-    assert arrivals.times_s == pytest.approx([0.1, 0.31, 0.31, 0.5])
-    assert arrivals.numbers() == [0, 1, 3, 4]
+# -- frames ---------------------------------------------------------------------------------------
+
+HEADERS = 14 + 20 + 32
+
+
+@pytest.mark.parametrize(
+    ("frame", "num_segments", "wire_bytes"),
+    [
+        (tcp_frame(bytes(3 * 1448 + 10), 1448), 4, 3 * 1514 + HEADERS + 10),
+        (tcp_frame(b"", 1448), 1, HEADERS),
+        (tcp_frame(bytes(1448), 1448), 1, 1514),
+        (udp_frame(bytes(1472)), 1, 1514),
+    ],
+)
+def test_every_segment_counts_with_its_headers(frame, num_segments, wire_bytes):
+    packet = read_packet(frame)
+    assert (packet.num_segments, packet.wire_bytes) == (num_segments, wire_bytes)
+
+
+def test_destination_is_read_from_ipv4_only():
+    frame = udp_frame(b"x", destination="10.77.0.9")
+    assert destination_address(frame) == bytes([10, 77, 0, 9])
+    assert destination_address(frame[:22] + b"\x86\xdd" + frame[24:]) == b""
+    assert destination_address(frame[:40]) == b""
+
+
+@given(
+    payload_bytes=st.integers(1, 9000),
+    segment_bytes=st.integers(536, 1448),
+    header=st.fixed_dictionaries(
+        {
+            "sequence": st.integers(0, 2**32 - 1),
+            "identification": st.integers(0, 2**16 - 1),
+            "flags": st.sampled_from([16, 16 | PSH, 16 | FIN, 16 | PSH | FIN]),
+            "options": st.sampled_from([b"", b"\x01\x01\x08\x0a" + bytes(range(8))]),
+        }
+    ),
+    data=st.data(),
+)
+def test_any_run_holds_exactly_its_segments(payload_bytes, segment_bytes, header, data):
+    payload = bytes(index * 31 % 251 for index in range(payload_bytes))
+    frame = tcp_frame(payload, segment_bytes, **header)
+    whole = segments_of(frame)
+    packet = read_packet(frame)
+    assert packet.num_segments == len(whole)
+    first = data.draw(st.integers(0, len(whole) - 1))
+    count = data.draw(st.integers(1, len(whole) - first))
+    part = cut(packet, first, count)
+    assert segments_of(part.frame) == whole[first : first + count]
+    header_bytes = 14 + 40 + len(header["options"])
+    assert part.wire_bytes == sum(header_bytes + len(segment.payload) for segment in whole[first : first + count])
+    # What was cut can be cut again.
+    assert [s for run in runs(part, 2) for s in segments_of(run.frame)] == whole[first : first + count]
+
+
+# -- the switch -----------------------------------------------------------------------------------
+
+
+class Bench:
+    """A switch and what it delivers; the switch's clock is `now_s`."""
+
+    def __init__(self, config: NetworkConfig):
+        plan = plan_network(config)
+        self.addresses = [f"10.77.0.{index + 1}" for index in range(len(plan.hosts))]
+        self.delivered: list[tuple[float, int, bytes]] = []
+        self.now_s = 0.0
+        self.switch = Switch(plan, self.addresses, self._deliver)
+
+    def _deliver(self, host: int, frame: bytes):
+        self.delivered.append((self.now_s, host, frame))
+
+    def run(self, until_s: float = math.inf) -> list[tuple[float, int, bytes]]:
+        while (due_s := self.switch.next_due_s) is not None and due_s <= until_s:
+            self.now_s = due_s
+            self.switch.run_until(due_s)
+        self.now_s = max(self.now_s, until_s if until_s < math.inf else 0.0)
+        return self.delivered
+
+    def send(self, source: int, destination: int, payload_bytes: int = 4, at_s: float = 0.0):
+        self.run(at_s)
+        frame = udp_frame(bytes(payload_bytes), source=self.addresses[source], destination=self.addresses[destination])
+        self.switch.send(at_s, source, frame)
+
+    def arrivals(self) -> list[tuple[float, int]]:
+        return [(now_s, host) for now_s, host, _ in self.run()]
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_segments"),
+    [(None, [18]), (1e9, [8, 8, 2])],  # after idle, at most 100 µs at a time: 8 full packets at 1 Gbit/s
+)
+def test_receiver_gets_the_frame_as_it_was_sent(rate, num_segments):
+    bench = Bench(uniform(2, rate=rate, delay=0.01))
+    frame = tcp_frame(bytes(range(256)) * 100, 1448)
+    bench.switch.send(0.0, 0, frame)
+    parts = [part for _, _, part in bench.run()]
+    assert [len(segments_of(part)) for part in parts] == num_segments
+    assert [segment for part in parts for segment in segments_of(part)] == segments_of(frame)
+
+
+def test_up_and_down_count_once_for_a_single_packet():
+    bench = Bench(NetworkConfig(hosts={"home": HostConfig(up=RATE / 10, down=RATE), "centre": HostConfig(up=RATE)}))
+    bench.send(0, 1, payload_bytes=1472)
+    bench.send(1, 0, payload_bytes=1472)
+    assert bench.arrivals() == [(pytest.approx(1514e-6), 0), (pytest.approx(15140e-6), 1)]
+
+
+def test_two_senders_share_the_receivers_downlink():
+    bench = Bench(uniform(3, rate=RATE))
+    for index in range(100):
+        for source in (0, 1):
+            bench.send(source, 2, payload_bytes=1472, at_s=index * 1514e-6)
+    times_s = [now_s for now_s, _ in bench.arrivals()]
+    assert len(times_s) == 200
+    assert times_s[-1] == pytest.approx(200 * 1514e-6, rel=0.03)
+
+
+def test_host_that_is_cut_off_neither_sends_nor_receives():
+    bench = Bench(uniform(3, delay=0.01))
+    bench.send(0, 1)  # under way when the link goes
+    bench.run(0.005)
+    bench.switch.set_link(0.0, "host1", False)
+    bench.send(0, 1, at_s=0.006)
+    bench.send(1, 2, at_s=0.007)
+    bench.send(0, 2, at_s=0.008)
+    assert bench.arrivals() == [(pytest.approx(0.018), 2)]
+    bench.switch.set_link(0.0, "host1", True)
+    bench.send(0, 1, at_s=1.0)
+    assert bench.arrivals()[-1] == (pytest.approx(1.01), 1)
+
+
+def test_rates_and_paths_change_at_run_time():
+    bench = Bench(uniform(2, rate=RATE))
+    bench.switch.set_rates(0.0, "host0", HostShape(RATE / 2, RATE))
+    bench.send(0, 1, payload_bytes=1472)
+    assert bench.arrivals()[-1][0] == pytest.approx(3028e-6)
+    bench.switch.set_path(1.0, "host0", "host1", PathShape(delay_s=0.2))
+    bench.send(0, 1, payload_bytes=1472, at_s=1.0)
+    assert bench.arrivals()[-1][0] == pytest.approx(1.2 + 3028e-6)
+
+
+def test_frames_to_other_addresses_are_dropped():
+    bench = Bench(uniform(2))
+    bench.switch.send(0.0, 0, udp_frame(b"x", destination="224.0.0.1"))
+    bench.switch.send(0.0, 0, udp_frame(b"x", destination="10.77.0.1"))  # to itself: never leaves a real host
+    bench.switch.send(0.0, 0, b"\0" * 30)
+    assert bench.arrivals() == []
