@@ -28,8 +28,7 @@ from tahq.units import parse_duration
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
 from tahq_netem.network.faults import Timeline, play
-from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.runtimes.tahq_runtime import TahqSession
+from tahq_netem.runtimes.session import SessionRequest, TahqSession
 from tahq_netem.sweep.workload import MANY_STEPS
 
 STAGES, MICRO_BATCHES, SETTLE_STEPS = 4, 8, 8

@@ -22,8 +22,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.observe.trace_file import FIRST_STAGE_PID, trace_path
 from tahq_netem.backends.choice import build_network
-from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.runtimes.tahq_runtime import TahqSession
+from tahq_netem.runtimes.session import SessionRequest, TahqSession
 from tahq_netem.sweep.points import NetworkChoice, sweep_points
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.workload import session_config

@@ -41,7 +41,7 @@ def profiles(debug: Debug = False) -> int:
 
     Example: tahq-netem profiles
     """
-    from tahq_netem.network.profiles import profiles_text
+    from tahq_netem.network.description import profiles_text
 
     print(profiles_text(), end="")
     return 0
@@ -131,7 +131,7 @@ def calibrate(
     """
     from tahq_netem.backends.choice import build_network
     from tahq_netem.measure import calibration
-    from tahq_netem.network.profiles import profile as load
+    from tahq_netem.network.description import profile as load
 
     with build_network(load(profile, hosts), backend=backend, option="--backend") as network:
         print(f"{profile}: {hosts} hosts, made by {network.backend}, TCP is {network.congestion_control}")

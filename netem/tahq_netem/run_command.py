@@ -15,11 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from tahq.comm.network_config import BackendName
 from tahq.errors import ConfigError, UserError
@@ -27,9 +27,8 @@ from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.namespaces import HOST_DEVICE
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.calibration import calibrate
-from tahq_netem.network.description import known_host, plan_network
-from tahq_netem.network.faults import Timeline, play
-from tahq_netem.network.profiles import profile
+from tahq_netem.network.description import known_host, plan_network, profile
+from tahq_netem.network.faults import FaultEvent, Timeline, play
 
 ALL: Final = "all"
 LEAVE_S: Final = 3.0
@@ -67,33 +66,36 @@ class RunRequest:
 def run_command(request: RunRequest) -> int:
     """Build the network, run the command, remove the network.
 
-    Returns:
-        The command's exit status, 128 + n if signal n ended it; with several hosts, the first that is not 0.
-
-    Raises:
-        ConfigError: no such profile or host, or a timeline that makes no sense.
-        NetworkError: the network cannot be built here, or is not as described.
-        UserError: the command cannot be started.
+    Returns the command's exit status, 128 + n if signal n ended it; with several hosts, the first that is not 0.
     """
     config = profile(request.profile, request.num_hosts)
     hosts = list(config.hosts) if request.on == ALL else [known_host(request.on, config.hosts)]
     also = [_host_command(text, config.hosts) for text in request.also]
-    for argument in (argument for argv in (request.command, *(argv for _, argv in also)) for argument in argv):
-        for name in _PLACEHOLDER.findall(argument):
-            if name not in config.hosts:
-                raise ConfigError(f"{{{name}}}: there is no {name}; hosts are {', '.join(config.hosts)} (--hosts)")
+    for name in _PLACEHOLDER.findall(" ".join([*request.command, *(word for _, argv in also for word in argv)])):
+        if name not in config.hosts:
+            raise ConfigError(f"{{{name}}}: there is no {name}; hosts are {', '.join(config.hosts)} (--hosts)")
     timeline = Timeline() if request.faults is None else Timeline.load(request.faults)
     timeline.check(plan_network(config), has_steps=False)
     with ExitStack() as afterwards, build_network(config, backend=request.backend, option="--backend") as network:
+
+        def start(host: str, argv: Sequence[str], copied_to: int | None) -> HostProgram:
+            program = HostProgram(network, host, argv, copied_to=copied_to)
+            afterwards.callback(program.finish_output)
+            return program
+
         if request.calibration is not None:
-            _measure(network, request.calibration)
-        addresses = ", ".join(f"{host} is {network.address(host)}" for host in config.hosts)
-        _say(f"{addresses}; by {network.backend}")
+            measured = calibrate(network, quick=True)
+            measured.write(request.calibration)
+            _say(*measured.lines())
+            measured.check()
+        _say(f"{', '.join(f'{host} is {network.address(host)}' for host in config.hosts)}; by {network.backend}")
         for host, argv in also:
-            _start(network, host, argv, afterwards, sys.stderr.fileno()).await_listening()
-        with _playing(timeline, network):
+            start(host, argv, sys.stderr.fileno()).await_listening()
+        with play(timeline, network) as player:
             copied_to = None if len(hosts) == 1 else sys.stdout.fileno()
-            return _wait([_start(network, host, request.command, afterwards, copied_to) for host in hosts])
+            status = _wait([start(host, request.command, copied_to) for host in hosts])
+        _say(*map(_event_line, player.log))
+        return status
 
 
 def _host_command(text: str, hosts: Mapping[str, object]) -> tuple[str, Sequence[str]]:
@@ -108,40 +110,9 @@ def _host_command(text: str, hosts: Mapping[str, object]) -> tuple[str, Sequence
     return known_host(host, hosts), argv
 
 
-def _measure(network: Network, path: Path) -> None:
-    measured = calibrate(network, quick=True)
-    measured.write(path)
-    for line in measured.lines():
-        _say(line)
-    measured.check()
-
-
-@contextmanager
-def _playing(timeline: Timeline, network: Network) -> Iterator[None]:
-    """Play the timeline, and report its events afterwards."""
-    with play(timeline, network) as player:
-        yield
-    for event in player.log:
-        link = " → ".join(event.fault.hosts)
-        due = "" if event.due_s is None else f" (due at {event.due_s:.2f} s)"
-        _say(f"{event.at_s:.2f} s: {event.fault.what} of {link} {event.change}{due}")
-
-
-def _start(
-    network: Network, host: str, argv: Sequence[str], afterwards: ExitStack, copied_to: int | None
-) -> "HostProgram":
-    """Start a program; `afterwards` is closed when the network is gone, and waits for its last output."""
-    addresses = {name: network.address(name) for name in network.plan.hosts}
-    env = {
-        **os.environ,
-        "TAHQ_HOST": host,
-        "TAHQ_HOSTS": ",".join(f"{name}={address}" for name, address in addresses.items()),
-        "TAHQ_INTERFACE": HOST_DEVICE,
-    }
-    filled = [_PLACEHOLDER.sub(lambda match: addresses[match[1]], argument) for argument in argv]
-    program = HostProgram(network, host, filled, env, copied_to=copied_to)
-    afterwards.callback(program.finish_output)
-    return program
+def _event_line(event: FaultEvent) -> str:
+    due = "" if event.due_s is None else f" (due at {event.due_s:.2f} s)"
+    return f"{event.at_s:.2f} s: {event.fault.what} of {' → '.join(event.fault.hosts)} {event.change}{due}"
 
 
 def _wait(programs: Sequence["HostProgram"]) -> int:
@@ -158,25 +129,31 @@ def _wait(programs: Sequence["HostProgram"]) -> int:
 
 
 class HostProgram:
-    """A command that runs on a host.
+    """A command that runs on a host, with its variables set and `{host1}` filled in.
 
     Its output is copied to the descriptor `copied_to`, the host's name before each line; None: it shares this
     process's input and output.
     """
 
-    def __init__(
-        self, network: Network, host: str, argv: Sequence[str], env: Mapping[str, str], *, copied_to: int | None = None
-    ) -> None:
+    def __init__(self, network: Network, host: str, argv: Sequence[str], *, copied_to: int | None = None) -> None:
         self._network = network
         self._host = host
         self._name = shlex.join(argv)
+        self._copied_to = copied_to
         self._others = listening_sockets(network, host)
+        addresses = {name: network.address(name) for name in network.plan.hosts}
+        filled = [_PLACEHOLDER.sub(lambda match: addresses[match[1]], argument) for argument in argv]
+        env = os.environ | {
+            "TAHQ_HOST": host,
+            "TAHQ_HOSTS": ",".join(f"{name}={address}" for name, address in addresses.items()),
+            "TAHQ_INTERFACE": HOST_DEVICE,
+        }
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            self._process = network.popen(host, argv, env=env, **({} if copied_to is None else pipes))
+            self._process = network.popen(host, filled, env=env, **({} if copied_to is None else pipes))
         except OSError as error:
             raise UserError(f"cannot start {argv[0]}: {error.strerror}") from error
-        self._copier = threading.Thread(target=_copy_lines, args=(self._process.stdout, host, copied_to), daemon=True)
+        self._copier = threading.Thread(target=self._copy_lines, daemon=True)
         self._copier.start()
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -184,17 +161,13 @@ class HostProgram:
         status = self._process.wait(timeout_s)
         return status if status >= 0 else 128 - status
 
-    def finish_output(self, timeout_s: float = OUTPUT_WITHIN_S) -> None:
-        """Wait until its output is copied, but no longer than `timeout_s`."""
-        self._copier.join(timeout_s)
-        self._process.poll()  # reaps it: the network, and so the program, is gone
+    def finish_output(self) -> None:
+        """Wait a little until its output is copied, when the network is gone."""
+        self._copier.join(OUTPUT_WITHIN_S)
+        self._process.poll()  # reaps it
 
     def await_listening(self, timeout_s: float = LISTEN_WITHIN_S) -> None:
-        """Return when its host has a new socket that waits for TCP connections or UDP packets, or at the timeout.
-
-        Raises:
-            UserError: the program has failed.
-        """
+        """Return when its host has a new socket that waits for TCP connections or UDP packets, or at the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while self._process.poll() is None and time.monotonic() < deadline_s:
             if not listening_sockets(self._network, self._host) <= self._others:
@@ -202,6 +175,15 @@ class HostProgram:
             time.sleep(0.02)
         if self._process.returncode:
             raise UserError(f"{self._name} on {self._host} ended with status {self._process.returncode} at once")
+
+    def _copy_lines(self) -> None:
+        if self._copied_to is None or self._process.stdout is None:
+            return
+        with self._process.stdout as lines:
+            for line in lines:
+                # If our own reader has gone, the program must not be held up by that.
+                with suppress(BrokenPipeError):
+                    os.write(self._copied_to, b"%s | %s\n" % (self._host.encode(), line.removesuffix(b"\n")))
 
 
 def listening_sockets(network: Network, host: str) -> set[str]:
@@ -215,15 +197,6 @@ def listening_sockets(network: Network, host: str) -> set[str]:
     return found
 
 
-def _copy_lines(lines: IO[bytes] | None, host: str, descriptor: int | None) -> None:
-    if lines is None or descriptor is None:
-        return
-    with lines:
-        for line in lines:
-            # If our own reader has gone, the program must not be held up by that.
-            with suppress(BrokenPipeError):
-                os.write(descriptor, b"%s | %s\n" % (host.encode(), line.removesuffix(b"\n")))
-
-
-def _say(line: str) -> None:
-    print(f"tahq-netem: {line}", file=sys.stderr, flush=True)
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(f"tahq-netem: {line}", file=sys.stderr, flush=True)

@@ -8,8 +8,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq_netem.backends.choice import build_network, probe
 from tahq_netem.network.faults import Timeline, play
-from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.runtimes.tahq_runtime import TahqSession
+from tahq_netem.runtimes.session import SessionRequest, TahqSession
 from tahq_netem.sweep.points import NetworkChoice
 
 pytestmark = [pytest.mark.netns, pytest.mark.acceptance, pytest.mark.timeout(180)]

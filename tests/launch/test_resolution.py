@@ -14,8 +14,7 @@ from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
 from tahq_launch.plan.dry_run import describe_network
 from tahq_launch.start.resolution import resolve_for_run, with_measured, with_profile
-from tahq_netem.network.description import plan_network
-from tahq_netem.network.profiles import load_profile
+from tahq_netem.network.description import load_profile, plan_network
 
 
 def configured(**sections) -> ClusterConfig:

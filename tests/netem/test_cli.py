@@ -14,8 +14,7 @@ from support.processes import wait_until
 from support.runs import command, environment
 
 from tahq_launch import cli
-from tahq_netem.network.description import uniform
-from tahq_netem.network.profiles import named_profiles
+from tahq_netem.network.description import named_profiles, uniform
 from tahq_netem.run_command import HostProgram, listening_sockets
 
 netns = pytest.mark.netns
@@ -276,7 +275,7 @@ SERVERS = {
 def test_each_server_of_a_host_is_awaited_until_it_listens(build, kind):
     host = build("tun", uniform(1))
     for number, script in enumerate((SERVERS["tcp"], SERVERS[kind].replace("time;", "time; time.sleep(0.3);")), 1):
-        program = HostProgram(host, "host0", [sys.executable, "-c", script], {}, copied_to=2)
+        program = HostProgram(host, "host0", [sys.executable, "-c", script], copied_to=2)
         program.await_listening(timeout_s=60)
         with pytest.raises(subprocess.TimeoutExpired):
             program.wait(0)

@@ -6,8 +6,15 @@ from pydantic import ValidationError
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
 from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND
-from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
-from tahq_netem.network.profiles import load_profile, named_profiles, profile
+from tahq_netem.network.description import (
+    HostShape,
+    PathShape,
+    load_profile,
+    named_profiles,
+    plan_network,
+    profile,
+    uniform,
+)
 
 TWO_SITES = {
     "hosts": {

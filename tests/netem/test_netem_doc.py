@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
+from tahq_netem.network.description import load_profile
 from tahq_netem.network.faults import Timeline
-from tahq_netem.network.profiles import load_profile
 from tahq_netem.sweep.points import sweep_points
 from tahq_netem.sweep.spec import RuntimeConfig, StepsConfig, SweepConfig, load_sweep
 

@@ -62,7 +62,7 @@ def test_page_has_outcomes_figures_and_the_guest(checkout):
 
 def test_guest_needs_no_torch():
     assert "torch" not in {found.metadata["Name"] for found in with_requirements(*DISTRIBUTIONS)}
-    modules = "backends.choice", "measure.calibration", "measure.meter", "wire.process", "network.profiles", "cli"
+    modules = "backends.choice", "measure.calibration", "measure.meter", "wire.process", "network.description", "cli"
     names = ", ".join(f"tahq_netem.{name}" for name in modules)
     code = f"import sys, {names}; print(sys.modules.keys() & {{'torch', 'numpy', 'scipy'}})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

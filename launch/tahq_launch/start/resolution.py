@@ -69,7 +69,7 @@ def with_profile(config: ClusterConfig) -> ClusterConfig:
     links = config.links
     if config.hosts != "namespaces" or links.profile is None:
         return config
-    from tahq_netem.network.profiles import profile
+    from tahq_netem.network.description import profile
 
     try:
         network = profile(links.profile, config.pipeline.stages)

@@ -19,9 +19,8 @@ from tahq.comm.network_config import BackendName, NetworkConfig
 from tahq.errors import NetworkError
 from tahq_netem.backends.kernel import KernelNetwork
 from tahq_netem.backends.namespace_group import NamespaceGroup, sweep_leftovers
-from tahq_netem.backends.namespaces import netlink
+from tahq_netem.backends.namespaces import netlink, try_reset
 from tahq_netem.backends.network import Network
-from tahq_netem.backends.tcp_reset import try_reset
 from tahq_netem.backends.tun import TunNetwork, open_device
 from tahq_netem.network.description import NetworkPlan, plan_network
 

@@ -14,14 +14,19 @@ import functools
 import os
 import re
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from pyroute2 import IPRoute, NetlinkError
+from pyroute2 import DiagSocket, IPRoute, NetlinkError
+from pyroute2.netlink import NLM_F_ACK, NLM_F_REQUEST
+from pyroute2.netlink.diag import SOCK_DESTROY, inet_diag_req
 
 from tahq.errors import NetworkError
 
@@ -39,6 +44,10 @@ _CLONE_NEWNET, _CLONE_NEWNS, _CLONE_FS = 0x40000000, 0x00020000, 0x200
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH: Final = 2
 _OWN: Final = "/proc/thread-self/ns/net"
+_STATES: Final = sum(1 << state for state in (1, 4, 5, 8))
+"""ESTABLISHED, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT."""
+_ADDRESSES: Final = ("idiag_src", "idiag_dst")
+_NO_CONNECTION: Final = dict.fromkeys(_ADDRESSES, "0.0.0.0") | {"idiag_cookie": 2**64 - 1}
 
 
 def namespace_prefix(pid: int, taken: Collection[str]) -> str:
@@ -264,3 +273,62 @@ def end_processes(namespaces: Sequence[str], grace_s: float = GRACE_S) -> None:
         deadline_s = time.monotonic() + wait_s
         while time.monotonic() < deadline_s and processes_in(*namespaces):
             time.sleep(0.02)
+
+
+def reset_connections(namespace: str) -> int:
+    """End every established TCP connection to another host; returns how many there were.
+
+    The kernel sends RST to the peer, and the program here sees ECONNABORTED: what a router that forgets a connection
+    does to both ends.
+    """
+    with entered(namespace), DiagSocket() as kernel, _explained():
+        return sum(
+            _destroy(kernel, family, connection)
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for connection in kernel.get_sock_stats(family=family, states=_STATES)
+            if not _is_within_host(connection)
+        )
+
+
+def try_reset() -> None:
+    """End a connection that does not exist; raises NetworkError if this kernel cannot end connections."""
+    with DiagSocket() as kernel, _explained():
+        # Ending a connection fails alike without the connection and without the module; listing them does not.
+        kernel.get_sock_stats(family=socket.AF_INET, states=_STATES)
+        _destroy(kernel, socket.AF_INET, _NO_CONNECTION)
+
+
+def _destroy(kernel: DiagSocket, family: int, connection: Any) -> bool:
+    """Whether there still was such a connection."""
+    request = inet_diag_req()
+    request["sdiag_family"], request["sdiag_protocol"], request["idiag_states"] = family, socket.IPPROTO_TCP, _STATES
+    for key in _ADDRESSES:
+        request[key] = struct.unpack("!4I", socket.inet_pton(family, connection[key]).ljust(16, b"\0"))
+    for key in ("idiag_sport", "idiag_dport", "idiag_if", "idiag_cookie"):
+        request[key] = connection.get(key, 0)
+    try:
+        tuple(kernel.nlm_request(request, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK))
+    except NetlinkError as error:
+        if error.code == errno.ENOENT:
+            return False
+        raise
+    return True
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    reasons = {
+        errno.ENOENT: "it has no module tcp_diag",
+        errno.EOPNOTSUPP: "it was built without CONFIG_INET_DIAG_DESTROY",
+    }
+    try:
+        yield
+    except NetlinkError as error:
+        reason = reasons.get(error.code, os.strerror(error.code))
+        raise NetworkError(f"this kernel cannot reset connections: {reason}") from None
+
+
+def _is_within_host(connection: Any) -> bool:
+    """Connections of a host to itself are not the network's to end."""
+    source, destination = ip_address(connection["idiag_src"]), ip_address(connection["idiag_dst"])
+    return source == destination or (getattr(destination, "ipv4_mapped", None) or destination).is_loopback

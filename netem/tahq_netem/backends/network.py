@@ -22,8 +22,8 @@ from tahq_netem.backends.namespaces import (
     host_mac,
     netlink,
     refusals_explained,
+    reset_connections,
 )
-from tahq_netem.backends.tcp_reset import reset_connections
 from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Shaper, Tree
 from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
 

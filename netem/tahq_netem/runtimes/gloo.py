@@ -69,7 +69,7 @@ class GlooSession(RuntimeSession):
         }
         (self.request.folder / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
         for rank, host in enumerate(hosts):
-            self.start(f"rank {rank}", host, module_argv(self._module, PLAN_FILE, str(rank)), stage=rank)
+            self.start(f"rank {rank}", host, module_argv(self._module, PLAN_FILE, str(rank)))
 
     def steps_so_far(self) -> list[RuntimeStep]:
         """The first stage's rows for which the last stage has written the loss."""

@@ -1,4 +1,4 @@
-"""A runtime under a sweep: workers on the hosts of a network that keep training, and a record of every step.
+"""A runtime under a sweep: workers on the hosts of a network that keep training, and a record of every step; tahq's.
 
 A session continues until it is closed. Its training is thrown away, so the workers are killed.
 """
@@ -9,18 +9,26 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tahq.comm.keys import SecurityConfig
+from tahq.comm.zmq.addresses import format_address
 from tahq.config.cluster import ClusterConfig
+from tahq.config.file import dump_yaml
 from tahq.errors import TahqError
 from tahq_netem.backends.network import Network
-from tahq_netem.programs import module_environment
+from tahq_netem.programs import module_argv, module_environment
 
 POLL_S = 0.02
+CONTROL_PORT = 7700
+DATA_PORT = 7701
+_FORWARD, _BACKWARD = ("forward",), ("backward", "input_gradient", "weight_gradient")
+_ENCODE, _DECODE = ("encode", "beside:encode"), ("decode", "beside:decode")
+_TAHQ = "tahq_launch.cli"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -41,8 +49,6 @@ class SessionRequest:
     """Names in the network, one per stage."""
     folder: Path
     """For logs and other files; empty."""
-    cores: tuple[int, ...] = ()
-    """The core of each stage's process; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +95,8 @@ class RuntimeSession(ABC):
     def steps_so_far(self) -> list[RuntimeStep]:
         """The steps finished since the last call."""
 
-    def start(self, name: str, host: str, argv: Sequence[str], *, stage: int | None = None) -> None:
-        """Run a program on a host, under this name; a stage's process gets the stage's core."""
+    def start(self, name: str, host: str, argv: Sequence[str]) -> None:
+        """Run a program on a host, under this name."""
         limits = dict.fromkeys(_THREAD_VARIABLES, str(self.request.config.run.threads or 1))
         with self._log(name).open("ab") as log:
             process = self.request.network.popen(
@@ -103,8 +109,6 @@ class RuntimeSession(ABC):
                 start_new_session=True,
             )
         self.running[name] = process
-        if stage is not None and self.request.cores:
-            os.sched_setaffinity(process.pid, {self.request.cores[stage]})  # threads that it starts later inherit it
 
     def check(self) -> None:
         """Raise RuntimeLostError if a process has ended, with its last output."""
@@ -177,3 +181,53 @@ class GrowingLines:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         yield from map(json.loads, whole.splitlines())
+
+
+class TahqSession(RuntimeSession):
+    """A run of tahq: its coordinator and workers, started by their own commands.
+
+    The coordinator runs on the first stage's host, as it usually does; so every other host's part of a step's commit
+    crosses the network.
+    """
+
+    def _start_all(self) -> None:
+        config, network, hosts = self.request.config, self.request.network, self.request.hosts
+        self._metrics = GrowingLines(self.request.folder / config.run.dir / config.run.name / "metrics.jsonl")
+        # Without CURVE, like everything that it is compared with.
+        plain = config.model_copy(update={"security": SecurityConfig(curve=False)})
+        (self.request.folder / "cluster.yaml").write_text(dump_yaml(plain), encoding="utf-8")
+        peer = format_address(network.address(hosts[0]), CONTROL_PORT)
+        coordinator = ("coordinator", "cluster.yaml", "--bind", peer)
+        self.start("coordinator", hosts[0], module_argv("tahq_netem.programs", _TAHQ, *coordinator))
+        for stage, host in enumerate(hosts):
+            bind = format_address(network.address(host), DATA_PORT)
+            places = ("--stage", str(stage), "--peer", peer, "--bind", bind)
+            worker = module_argv(_TAHQ, "worker", *places, "--no-curve", "--exit-with-stdin")
+            self.start(f"stage {stage}", host, worker)
+
+    def steps_so_far(self) -> list[RuntimeStep]:
+        """The lines of metrics.jsonl since the last call."""
+        return [self._record(row) for row in self._metrics.read()]
+
+    def _record(self, row: Mapping[str, Any]) -> RuntimeStep:
+        num_cuts = self.request.config.pipeline.stages - 1
+
+        def seconds(*kinds: Iterable[str]) -> tuple[Any, ...]:
+            """Seconds of two kinds of activity, by stage."""
+            timings = [stage["timing_s"] for stage in row["stages"]]
+            return tuple(tuple(sum(float(timing.get(n, 0.0)) for n in names) for names in kinds) for timing in timings)
+
+        def nbytes(direction: str) -> tuple[float, ...]:
+            """Payload by cut."""
+            links = {link["link"]: link["payload_bytes"] for link in row["links"] if link["direction"] == direction}
+            return tuple(float(links.get(cut, 0.0)) for cut in range(num_cuts))
+
+        return RuntimeStep(
+            step=int(row["step"]),
+            seconds=float(row["step_time_s"]),
+            loss=row["loss"],
+            activation_nbytes=nbytes("activations"),
+            gradient_nbytes=nbytes("gradients"),
+            compute_s=seconds(_FORWARD, _BACKWARD),
+            codec_s=seconds(_ENCODE, _DECODE),
+        )

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from tahq.comm.network_config import NetworkConfig
 from tahq.errors import TahqError
 from tahq.plan.simulate.costs import StepWork
@@ -125,7 +127,8 @@ def _work_done(steps: Sequence[RuntimeStep], planned: StepWork, times: StageTime
     if times is None:
         if not all(step.compute_s for step in steps):
             return None
-        times = StageTimes(*(_means([step.compute_s for step in steps], kind, count) for kind in (0, 1)))
+        means = np.mean([step.compute_s for step in steps], axis=0) / count  # [stages, 2]
+        times = StageTimes(*map(tuple, means.T.tolist()))
     return replace(
         planned,
         forward_s=times.forward_s,
@@ -133,12 +136,6 @@ def _work_done(steps: Sequence[RuntimeStep], planned: StepWork, times: StageTime
         activation_nbytes=[nbytes / count for nbytes in steps[-1].activation_nbytes],
         gradient_nbytes=[nbytes / count for nbytes in steps[-1].gradient_nbytes],
     )
-
-
-def _means(compute_s: Sequence[Sequence[tuple[float, float]]], kind: int, count: int) -> tuple[float, ...]:
-    """Seconds of a micro-batch by stage, as the stages measured them; kind 0: forward, 1: backward."""
-    stages = zip(*compute_s, strict=True)
-    return tuple(statistics.fmean(step[kind] for step in steps) / count for steps in stages)
 
 
 def prediction_of(key: SessionKey, planned: StepWork, plan: NetworkPlan, measured: Measurement) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import Any
 from tahq.comm.network_config import NetworkConfig
 from tahq.models.config import SleepConfig
 from tahq.units import format_rate, write_duration
-from tahq_netem.network.description import NetworkPlan, plan_network, uniform
-from tahq_netem.network.profiles import profile
+from tahq_netem.network.description import NetworkPlan, plan_network, profile, uniform
 from tahq_netem.sweep.spec import SweepConfig, split_wire
 
 
@@ -142,9 +141,10 @@ def by_network_kind(points: Sequence[Point]) -> list[list[Point]]:
 def _sessions(config: SweepConfig) -> Iterator[SessionKey]:
     axes = product(config.compute, config.stages, config.micro_batches, config.runtimes)
     for compute, stages, micro_batch, runtime in axes:
-        sized = (stages, micro_batch, *_compute(config, compute, stages, micro_batch))
+        kind, forward_s, backward_s = _compute(config, compute, stages, micro_batch)
         for schedule, wire, depth in product(runtime.schedules, runtime.wires, runtime.in_flight):
-            yield SessionKey(runtime.name, schedule, *split_wire(wire), *sized, depth)
+            codecs = split_wire(wire)
+            yield SessionKey(runtime.name, schedule, *codecs, stages, micro_batch, kind, forward_s, backward_s, depth)
 
 
 def _compute(

@@ -11,7 +11,6 @@ Invariants:
 - no point is measured on a network that is off (unless `calibrate: false`).
 """
 
-import os
 import signal
 import tempfile
 import time
@@ -33,8 +32,7 @@ from tahq_netem.backends.network import Network
 from tahq_netem.measure.calibration import calibrate
 from tahq_netem.measure.machine import BusyMeter, describe_machine
 from tahq_netem.runtimes.gloo import GlooSession
-from tahq_netem.runtimes.session import RuntimeSession, SessionRequest, StartSession
-from tahq_netem.runtimes.tahq_runtime import TahqSession
+from tahq_netem.runtimes.session import RuntimeSession, SessionRequest, StartSession, TahqSession
 from tahq_netem.sweep.measurement import (
     apply_plan,
     check_busy,
@@ -247,7 +245,6 @@ class SweepRun:
                 network=network,
                 hosts=tuple(network.plan.hosts)[: key.stages],
                 folder=folder,
-                cores=self._cores(key),
             )
             with self.outside.runtimes[key.runtime](request) as session:
                 session.next_step(self.config.timeout)
@@ -320,12 +317,6 @@ class SweepRun:
             with tempfile.TemporaryDirectory(prefix="tahq-sweep-") as name:
                 self._times[size] = calibrate_compute(session_config(self.config, key, Path(name), None))
         return self._times[size]
-
-    def _cores(self, key: SessionKey) -> tuple[int, ...]:
-        """One core for each stage that computes with one thread on the CPU, if there are enough; else empty."""
-        usable = sorted(os.sched_getaffinity(0))
-        on_one_core = key.compute == "real" and self.config.device == "cpu" and self.config.threads == 1
-        return tuple(usable[: key.stages]) if on_one_core and key.stages <= len(usable) else ()
 
     def _has_time(self, expected_s: float = 0.0) -> bool:
         if self.outside.is_ending():

@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -181,10 +180,8 @@ class CodecSeconds:
         """
         if not steps or not all(step.codec_s for step in steps):
             return None
-        (first_encode, first_decode), (last_encode, last_decode) = (
-            tuple(fmean(step.codec_s[stage][kind] for step in steps) / num_micro_batches for kind in (0, 1))
-            for stage in (0, -1)
-        )
+        means = (np.mean([step.codec_s for step in steps], axis=0) / num_micro_batches).tolist()
+        (first_encode, first_decode), (last_encode, last_decode) = means[0], means[-1]
         return cls(first_encode, last_decode, last_encode, first_decode)
 
 
