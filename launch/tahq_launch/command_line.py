@@ -115,18 +115,15 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+def plain_table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = ()) -> str:
     """Columns as wide as their widest cell; numbers to the right, columns named in `left` to the left."""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        pairs = zip(cells, widths, strict=True)
-        padded = [cell.ljust(n) if index in left else cell.rjust(n) for index, (cell, n) in enumerate(pairs)]
-        return "  " + "  ".join(padded).rstrip()
-
-    return "\n".join(line(cells) for cells in (titles, *rows))
+    columns = [[str(cell) for cell in column] for column in zip(titles, *rows, strict=True)]
+    for index, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[index] = [cell.ljust(width) if index in left else cell.rjust(width) for cell in column]
+    return "\n".join(("  " + "  ".join(cells)).rstrip() for cells in zip(*columns, strict=True))
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> None:
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = ()) -> None:
     """Print a table to stdout; see `plain_table`."""
     print(plain_table(titles, rows, left))

@@ -79,22 +79,13 @@ def _print_json(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> N
 
 def _print_table(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> None:
     print(f"{name}: {list(x.shape)}, {str(x.dtype).removeprefix('torch.')}, {x.device}")
-    rows = [
-        [
-            CodecSpec.parse(report.spec).brief(),
-            format_size(report.nbytes),
-            f"{report.bits_per_element:.3f}",
-            f"{report.relative_error:.3g}",
-            f"{report.gaussian_bound:.3g}",
-            f"{report.max_error:.3g}",
-            f"{report.cosine:.5f}",
-            f"{report.bias:.3g}",
-            f"{report.worst_token_error:.3g}",
-            f"{report.encode_elements_per_s / 1e6:,.0f}",
-            f"{report.decode_elements_per_s / 1e6:,.0f}",
-        ]
-        for report in reports
-    ]
+    rows = []
+    for report in reports:
+        errors = [f"{error:.3g}" for error in (report.relative_error, report.gaussian_bound, report.max_error)]
+        sizes = CodecSpec.parse(report.spec).brief(), format_size(report.nbytes), f"{report.bits_per_element:.3f}"
+        others = f"{report.cosine:.5f}", f"{report.bias:.3g}", f"{report.worst_token_error:.3g}"
+        speeds = [f"{each / 1e6:,.0f}" for each in (report.encode_elements_per_s, report.decode_elements_per_s)]
+        rows.append((*sizes, *errors, *others, *speeds))
     print_table((*_TITLES, "enc M/s", "dec M/s"), rows, left=(0,))
     print(flush=True)
 

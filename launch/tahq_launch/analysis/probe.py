@@ -6,7 +6,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +14,6 @@ import torch
 from tahq.config.file import placed_errors
 from tahq.errors import OutOfMemoryError
 from tahq.observe import figures
-from tahq.pipeline.probe.cut_model import ProbedWire
 from tahq.pipeline.probe.gradient_probe import (
     EXPECTATION_LIMIT,
     STEP_LIMIT,
@@ -35,13 +33,7 @@ the smallest cosine."""
 
 
 def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
-    """Measure, print the report, and write it as JSON if asked to.
-
-    Raises:
-        UserError: the request or its files are invalid.
-        NonFiniteError: the gradient without codecs is NaN or infinite.
-        OutOfMemoryError: model, gradients and their sums do not fit.
-    """
+    """Measure, print the report, and write it as JSON if asked to; NonFiniteError for a gradient without codecs."""
     if json_path is not None:
         check_writable(json_path)
     try:
@@ -55,8 +47,9 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
             "training.activation_checkpointing=block, or --device cpu"
         ) from error
     facts, results = _facts(setup, request, probed), collect(setup.wires, probed)
-    print(*head(facts), "", "Relative error of the gradient, ‖ĝ − g‖² / ‖g‖²", sep="\n")
-    print_table(_ERROR_TITLES, error_rows(facts, results), left=(1, 3))
+    _print_head(facts, setup.boundary)
+    print("Relative error of the gradient, ‖ĝ − g‖² / ‖g‖²")
+    print_table(_ERROR_TITLES, _error_rows(results, setup.boundary), left=(1, 3))
     print("\nThe same by part of the model, over all batches")
     groups = [result.by_group() for result in results]
     rows = [[name, *(_number(group[name].relative) for group in groups)] for name in groups[0]]
@@ -64,9 +57,11 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
     print()
     for number, result in enumerate(results, start=1):
         print(f"{number}  {sentence(result)}")
-    print("", *notes(facts, results), sep="\n")
+    is_random = setup.weights == "random" and not request.warm_up
+    print("", *_notes(results, request.batches, is_random=is_random), sep="\n")
     if json_path is not None:
-        write_text(json_path, json.dumps(_as_json(facts, results), indent=1, allow_nan=False) + "\n")
+        facts["wires"] = [_wire_values(result, setup.boundary) for result in results]
+        write_text(json_path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -118,75 +113,48 @@ class Progress:
 # -- the report ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeFacts:
-    """The head of the report.
-
-    Attributes:
-        title: the run.
-        weights: their origin, in words.
-        trained: False for random weights without warm-up.
-        boundary: [B, S, C] at each cut.
-        losses: nats per token at each probed step, without codecs.
-    """
-
-    title: str
-    num_parameters: int
-    num_cuts: int
-    weights: str
-    trained: bool
-    boundary: tuple[int, int, int]
-    global_batch: int
-    first_step: int
-    num_batches: int
-    losses: tuple[float, ...]
-
-
-def _facts(setup: ProbeSetup, request: ProbeRequest, probed: Sequence[ProbedStep]) -> ProbeFacts:
+def _facts(setup: ProbeSetup, request: ProbeRequest, probed: Sequence[ProbedStep]) -> dict[str, Any]:
+    """The head of the report, for people and as JSON; losses are nats per token at each step, without codecs."""
     warmed = f", then {request.warm_up} step{'s' * (request.warm_up > 1)} without codecs" if request.warm_up else ""
     training = setup.config.training
     moved = f", updated by AdamW in place of {training.optimizer}" if training.is_low_rank else ""
-    return ProbeFacts(
-        title=setup.config.run.name,
-        num_parameters=sum(parameter.numel() for parameter in setup.model.parameters.values()),
-        num_cuts=setup.model.num_cuts,
-        weights=setup.weights + warmed + moved,
-        trained=setup.weights != "random" or request.warm_up > 0,
-        boundary=setup.boundary,
-        global_batch=training.global_batch,
-        first_step=probed[0].step,
-        num_batches=request.batches,
-        losses=tuple(step.loss for step in probed),
+    return {
+        "run": setup.config.run.name,
+        "num_parameters": sum(parameter.numel() for parameter in setup.model.parameters.values()),
+        "num_cuts": setup.model.num_cuts,
+        "weights": setup.weights + warmed + moved,
+        "first_step": probed[0].step,
+        "batches_per_step": request.batches,
+        "samples_per_batch": training.global_batch,
+        "losses": [step.loss for step in probed],
+        "limits": {"step": STEP_LIMIT, "expectation": EXPECTATION_LIMIT},
+    }
+
+
+def _print_head(facts: dict[str, Any], boundary: tuple[int, int, int]) -> None:
+    first, losses = facts["first_step"], facts["losses"]
+    steps = f"step {first}" if len(losses) == 1 else f"steps {first} to {first + len(losses) - 1}"
+    print(
+        f"{facts['run']}: {facts['num_parameters']:,} parameters in {facts['num_cuts'] + 1} stages, {list(boundary)} "
+        f"at each cut; weights: {facts['weights']}\n"
+        f"{steps}, M = {facts['batches_per_step']} batches of {facts['samples_per_batch']} samples per step; loss "
+        f"without codecs: {', '.join(f'{loss:.3f}' for loss in losses)} nats per token\n"
     )
 
 
-def head(facts: ProbeFacts) -> list[str]:
-    """Model, steps and losses, in two lines."""
-    last = facts.first_step + len(facts.losses) - 1
-    steps = f"step {last}" if last == facts.first_step else f"steps {facts.first_step} to {last}"
-    return [
-        f"{facts.title}: {facts.num_parameters:,} parameters in {facts.num_cuts + 1} stages, {list(facts.boundary)} "
-        f"at each cut; weights: {facts.weights}",
-        f"{steps}, M = {facts.num_batches} batches of {facts.global_batch} samples per step; loss without "
-        f"codecs: {', '.join(f'{loss:.3f}' for loss in facts.losses)} nats per token",
-    ]
-
-
-def error_rows(facts: ProbeFacts, results: Sequence[WireResult]) -> list[list[str]]:
+def _error_rows(results: Sequence[WireResult], boundary: tuple[int, int, int]) -> list[list[object]]:
     """One row per wire; see `_ERROR_TITLES`."""
     rows = []
     for number, result in enumerate(results, start=1):
-        forward, backward = _bits(facts, result.wire)
-        means = result.expectation_errors
+        specs = (result.wire.activations, result.wire.gradients)
+        codecs = [cell for spec in specs for cell in (_brief(spec), f"{bits_per_element(spec, boundary):.2f}")]
         errors = (
             statistics.median(result.step_errors),
             max(result.step_errors),
-            max(means) if means else None,
+            max(result.expectation_errors, default=None),
             result.noiseless_expectation_error(),
         )
-        names = _brief(result.wire.activations), _brief(result.wire.gradients)
-        cells = [str(number), names[0], f"{forward:.2f}", names[1], f"{backward:.2f}"]
-        rows.append([*cells, *map(_number, errors), f"{min(result.cosines):.4f}"])
+        rows.append([number, *codecs, *map(_number, errors), f"{min(result.cosines):.4f}"])
     return rows
 
 
@@ -211,10 +179,10 @@ def _against(error: float, limit: float, kept: bool) -> str:
     return f"at most {error:.3g}, {'below' if kept else 'NOT below'} the paper's {limit}"
 
 
-def notes(facts: ProbeFacts, results: Sequence[WireResult]) -> list[str]:
+def _notes(results: Sequence[WireResult], num_batches: int, *, is_random: bool) -> list[str]:
     """How to read the figures, and how to improve them."""
     lines = []
-    if not facts.trained:
+    if is_random:
         lines.append(
             "These weights are random. Errors of trained weights differ: probe again with --warm-up 50, with --resume, "
             "or with --weights FOLDER."
@@ -225,36 +193,24 @@ def notes(facts: ProbeFacts, results: Sequence[WireResult]) -> list[str]:
             "one direction shows which), or use fewer stages. Exceeding a limit does not prove that training fails, "
             "nor keeping it that training succeeds: the loss decides."
         )
-    if facts.num_batches > 1:
+    if num_batches > 1:
         lines.append(
-            f"A mean over M = {facts.num_batches} batches still contains 1/{facts.num_batches} of the noise between "
-            "batches, in ĝ − g and in g; M → ∞ is an estimate without that noise, pooled over the steps."
+            f"A mean over M = {num_batches} batches still contains 1/{num_batches} of the noise between batches, in "
+            "ĝ − g and in g; M → ∞ is an estimate without that noise, pooled over the steps."
         )
     return lines
 
 
-def _as_json(facts: ProbeFacts, results: Sequence[WireResult]) -> dict[str, Any]:
-    """All measurements as plain values; NaN and infinity are null."""
+def _wire_values(result: WireResult, boundary: tuple[int, int, int]) -> dict[str, Any]:
+    """The measurements of a wire as plain values; NaN and infinity are null."""
+    wire = result.wire
     return {
-        "run": facts.title,
-        "num_parameters": facts.num_parameters,
-        "num_cuts": facts.num_cuts,
-        "weights": facts.weights,
-        "first_step": facts.first_step,
-        "batches_per_step": facts.num_batches,
-        "samples_per_batch": facts.global_batch,
-        "losses": list(facts.losses),
-        "limits": {"step": STEP_LIMIT, "expectation": EXPECTATION_LIMIT},
-        "wires": [_wire_values(facts, result) for result in results],
-    }
-
-
-def _wire_values(facts: ProbeFacts, result: WireResult) -> dict[str, Any]:
-    forward, backward = _bits(facts, result.wire)
-    return {
-        "activations": result.wire.activations,
-        "gradients": result.wire.gradients,
-        "bits_per_element": {"activations": forward, "gradients": backward},
+        "activations": wire.activations,
+        "gradients": wire.gradients,
+        "bits_per_element": {
+            "activations": bits_per_element(wire.activations, boundary),
+            "gradients": bits_per_element(wire.gradients, boundary),
+        },
         "step_errors": _finite(result.step_errors),
         "expectation_errors": _finite(result.expectation_errors),
         "expectation_error_noiseless": result.noiseless_expectation_error(),
@@ -269,10 +225,6 @@ def _wire_values(facts: ProbeFacts, result: WireResult) -> dict[str, Any]:
 def bits_per_element(spec: str | None, shape: tuple[int, ...]) -> float:
     """Encoded bits per element of a tensor of this shape, metadata included; None: fp32."""
     return 32.0 if spec is None else 8 * get_codec(spec).encoded_nbytes(shape) / math.prod(shape)
-
-
-def _bits(facts: ProbeFacts, wire: ProbedWire) -> tuple[float, float]:
-    return bits_per_element(wire.activations, facts.boundary), bits_per_element(wire.gradients, facts.boundary)
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

@@ -145,12 +145,9 @@ def _put_codecs(values: dict[str, Any], problem: PlanProblem, plan: PipelinePlan
             continue
         fewest = min(codecs, key=lambda codec: problem.frame_nbytes(codec, plan.micro_batch))
         values["wire"][direction] = fewest
-        others = ", ".join(codec for codec in dict.fromkeys(codecs) if codec != fewest)
-        if others:
-            notes.append(
-                f"wire.{direction} is {fewest} on all links: cluster.yaml has one codec per direction, so {others} "
-                "had to be left out"
-            )
+        if others := ", ".join(codec for codec in dict.fromkeys(codecs) if codec != fewest):
+            reason = "cluster.yaml has one codec per direction"
+            notes.append(f"wire.{direction} is {fewest} on all links: {reason}, so {others} had to be left out")
     return notes
 
 
@@ -163,12 +160,10 @@ def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProbl
     order = [labels.index(name) for name in names] if not unknown else []
     if isinstance(config.hosts, list):
         values["hosts"] = [values["hosts"][index] for index in order]
-    if config.hosts == "namespaces":
-        _put_network(labels, values["links"], order)
-
-
-def _put_network(labels: Sequence[str], links: dict[str, Any], order: Sequence[int]) -> None:
-    """Rename the hosts of namespaces, because host0 runs stage 0; and their pairs."""
+    if config.hosts != "namespaces":
+        return
+    # Rename the hosts, because host0 runs stage 0; and their pairs.
+    links = values["links"]
     new_name = {f"host{index}": f"host{stage}" for stage, index in enumerate(order)}
     renamed = {new: links["hosts"][old] for old, new in new_name.items() if old in links["hosts"]}
     links["hosts"] = dict(sorted(renamed.items(), key=lambda item: int(item[0].removeprefix("host"))))
@@ -216,18 +211,12 @@ def _head(explained: PlanExplanation) -> str:
 def _stages(planned: Planned) -> str:
     best, table = planned.best, planned.table
     needed, hosts = shares(table, best), best.plan.hosts
-    rows = [
-        [
-            str(stage),
-            name,
-            str(best.plan.layers[stage]),
-            str(best.in_flight[stage]),
-            format_size(best.memory_nbytes[stage]),
-            format_size(table.memory[host]) if table.memory[host] < math.inf else "–",
-            *(f"{needed[kind, stage]:.0%}" for kind in ("compute", "uplink", "downlink")),
-        ]
-        for stage, (name, host) in enumerate(zip(named(table.problem, hosts), hosts, strict=True))
-    ]
+    rows = []
+    for stage, (name, host) in enumerate(zip(named(table.problem, hosts), hosts, strict=True)):
+        limit = format_size(table.memory[host]) if table.memory[host] < math.inf else "–"
+        busy = [f"{needed[kind, stage]:.0%}" for kind in ("compute", "uplink", "downlink")]
+        memory = format_size(best.memory_nbytes[stage])
+        rows.append([stage, name, best.plan.layers[stage], best.in_flight[stage], memory, limit, *busy])
     titles = ["stage", "host", "layers", "in flight", "memory", "limit", "compute", "uplink", "downlink"]
     return "Stages, and the share of the step that each resource is busy\n" + plain_table(titles, rows, left=(1,))
 
@@ -244,17 +233,9 @@ def _links(planned: Planned) -> str:
         ):
             nbytes = table.problem.frame_nbytes(codec, plan.micro_batch)
             rate = float(table.pair_rate[source, target])
-            rows.append(
-                [
-                    str(cut),
-                    f"{names[cut]} {arrow} {names[cut + 1]}",
-                    codec,
-                    format_size(nbytes),
-                    format_rate(rate) if rate < math.inf else "–",
-                    f"{8000 * nbytes / rate:.3g}",
-                    f"{1000 * table.latency_s[source, target]:.3g}",
-                ]
-            )
+            ends, shown_rate = f"{names[cut]} {arrow} {names[cut + 1]}", format_rate(rate) if rate < math.inf else "–"
+            times = f"{8000 * nbytes / rate:.3g}", f"{1000 * table.latency_s[source, target]:.3g}"
+            rows.append((cut, ends, codec, format_size(nbytes), shown_rate, *times))
     titles = ["link", "from-to", "codec", "frame", "rate", "ms", "latency, ms"]
     return "Links: activations →, gradients ←\n" + plain_table(titles, rows, left=(1, 2)) if rows else ""
 
@@ -263,17 +244,11 @@ def _replicas(planned: Planned) -> str:
     if planned.replicas is None:
         return ""
     replicas = planned.replicas
-    rows = [
-        [
-            str(index),
-            ", ".join(named(planned.table.problem, plan.hosts)),
-            "+".join(map(str, plan.layers)),
-            plan.schedule,
-            ", ".join(map(str, plan.depths)) or "all",
-            str(plan.num_micro_batches),
-        ]
-        for index, plan in enumerate(replicas.plans)
-    ]
+    rows = []
+    for index, each in enumerate(replicas.plans):
+        hosts, layers = ", ".join(named(planned.table.problem, each.hosts)), "+".join(map(str, each.layers))
+        depths = ", ".join(map(str, each.depths)) or "all"
+        rows.append((index, hosts, layers, each.schedule, depths, each.num_micro_batches))
     title = f"{len(rows)} replicas; averaging their gradients takes {replicas.all_reduce_s:.3f} s per step"
     titles = ["replica", "hosts", "layers", "schedule", "in flight", "micro-batches"]
     return f"{title}\n" + plain_table(titles, rows, left=(1, 2, 3, 4))

@@ -85,29 +85,17 @@ class _DryRun:
         )
 
     def _layers(self) -> str:
-        rows = [
-            [
-                str(stage),
-                _host_name(self.config, stage),
-                str(self.devices[stage]),
-                "bf16" if self.bf16[stage] else "fp32",
-                " | ".join(_span(self.ranges[chunk]) for chunk in chunks_of(self.config, stage)),
-                f"{count:,}",
-                f"{count / sum(self.num_parameters):.1%}",
-            ]
-            for stage, count in enumerate(self.num_parameters)
-        ]
+        rows = []
+        for stage, count in enumerate(self.num_parameters):
+            layers = " | ".join(_span(self.ranges[chunk]) for chunk in chunks_of(self.config, stage))
+            place = _host_name(self.config, stage), self.devices[stage], "bf16" if self.bf16[stage] else "fp32"
+            rows.append((stage, *place, layers, f"{count:,}", f"{count / sum(self.num_parameters):.1%}"))
         titles = ["stage", "host", "device", "dtype", "layers", "parameters", "share"]
         return "Layers\n" + plain_table(titles, rows, left=(1, 2, 3, 4))
 
     def _memory(self) -> str:
         rows = [
-            [
-                str(stage),
-                str(self.schedule.max_in_flight(stage)),
-                *map(format_size, memory.kinds().values()),
-                format_size(memory.total),
-            ]
+            (stage, self.schedule.max_in_flight(stage), *map(format_size, (*memory.kinds().values(), memory.total)))
             for stage, memory in enumerate(self.memory)
         ]
         lines = [
@@ -192,7 +180,7 @@ class _DryRun:
             for stage in self.stages:
                 sent, received = host_traffic(self.flows, stage)
                 least_s = max(8 * sent / speeds.up[stage], 8 * received / speeds.down[stage])
-                rows.append([str(stage), f"{sent:,}", f"{received:,}", f"{least_s:.3f}"])
+                rows.append((stage, f"{sent:,}", f"{received:,}", f"{least_s:.3f}"))
             titles = ["stage", "bytes sent", "bytes received", "minimum s"]
             lines += [f"Traffic of each host per step over all its links, at {at}", plain_table(titles, rows)]
         wire_s = wire_only_step_s(self.config, speeds, self.schedule, self.flows)
@@ -232,18 +220,11 @@ def _codecs(wire: WireConfig) -> list[str]:
     ]
 
 
-def _link_row(flow: StepFlow, rate_bits_per_s: float) -> list[str]:
+def _link_row(flow: StepFlow, rate_bits_per_s: float) -> list[object]:
     kind = "activations" if flow.direction is Direction.FORWARD else "gradients"
-    return [
-        str(flow.link),
-        f"{flow.source} → {flow.target}",
-        "tied embedding" if flow.is_tie else kind,
-        str(flow.num_frames),
-        f"{flow.payload_nbytes:,}",
-        f"{flow.bits_per_element:.3f}",
-        f"{flow.step_nbytes:,}",
-        f"{8 * flow.step_nbytes / rate_bits_per_s:.3f}",
-    ]
+    carried = (f"{flow.source} → {flow.target}", "tied embedding" if flow.is_tie else kind, flow.num_frames)
+    nbytes = (f"{flow.payload_nbytes:,}", f"{flow.bits_per_element:.3f}", f"{flow.step_nbytes:,}")
+    return [flow.link, *carried, *nbytes, f"{8 * flow.step_nbytes / rate_bits_per_s:.3f}"]
 
 
 def _grid(schedule: Schedule) -> str:
@@ -272,7 +253,7 @@ def codec_memory(config: ClusterConfig, spec: ModelSpec) -> str:
     for stage in range(stages):
         num_ends = sum((chunk > 0) + (chunk < last) for chunk in chunks_of(config, stage))
         nbytes = num_ends * codec.predicted_state_nbytes(shape, num_samples)
-        rows.append([str(stage), str(num_ends), f"{nbytes:,}", format_size(nbytes)])
+        rows.append((stage, num_ends, f"{nbytes:,}", format_size(nbytes)))
     sample_nbytes, later = codec.predicted_state_nbytes(shape, 1), codec.revisit_nbytes(shape)
     return (
         f"Cache of {codec.spec} at the ends of the cuts: on each host, and in every checkpoint\n"
