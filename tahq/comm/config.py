@@ -335,7 +335,6 @@ def _caps(
 def _known(
     name: str, cap: float | str | None, rate_bits_per_s: float | None, own: MachineConfig | None, stage: int
 ) -> float | None:
-    """A cap in bits per second."""
     if cap is None:
         return None
     key = f"hosts.{stage}.{name}" if own is not None and getattr(own, name) is not None else f"links.{name}"

@@ -97,9 +97,7 @@ def read_key_file(path: Path) -> KeyPair:
 def write_key_file(path: Path, keys: KeyPair) -> None:
     """Write a secret key to a new file, mode 600, atomically; its folder is created if missing.
 
-    Raises:
-        FileExistsError: the file exists.
-        UserError: it cannot be written.
+    FileExistsError: the file exists. UserError: it cannot be written.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -95,25 +95,6 @@ def test_nothing_but_hello_is_said_before_the_peer_is_known(make_frame):
     assert wire.said_by(wire.two) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "identity", "peer_stage"),
-    [
-        ({"epoch": EPOCH + 1}, IDENTITY[1], 2),
-        ({"link": 3}, IDENTITY[1], 2),
-        ({}, replace(IDENTITY[1], stage=0), 2),
-        ({}, IDENTITY[1], 3),
-        ({}, replace(IDENTITY[1], config_hash="decaf"), 2),
-    ],
-    ids=["epoch", "link", "stage", "peer's stage", "configuration"],
-)
-def test_hello_of_somebody_else_is_a_protocol_error(changes, identity, peer_stage):
-    wire = Wire()
-    hello = message(FrameKind.HELLO, LinkHello(identity.stage, peer_stage, identity.config_hash).pack(), **changes)
-    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 1 \(10.0.0.1:7000\)"):
-        wire.hear(wire.two, [hello])
-    assert wire.two.remote is End.CONNECTING
-
-
 # Data
 
 

@@ -85,14 +85,6 @@ def test_full_bucket_does_not_make_the_imitated_line_faster():
     assert releases(uplink) == [("a", 10.501)]
 
 
-def test_cap_above_the_rate_changes_nothing():
-    capped, plain = (Uplink(Shaping(rate_bits_per_s=CAP, cap_up_bits_per_s=cap)) for cap in (2 * CAP, None))
-    for uplink in (capped, plain):
-        for ready_s in (10.0, 10.01, 99.0):
-            uplink.send("a", 15_000, ready_s, now_s=ready_s + 0.001)
-    assert releases(capped) == releases(plain)
-
-
 @given(steps=st.lists(st.tuples(st.floats(0, 0.3), st.integers(0, 60_000)), min_size=1, max_size=30))
 def test_no_stretch_of_time_carries_more_than_cap_bucket_and_a_message(steps):
     uplink, now_s, let_go = Uplink(Shaping(cap_up_bits_per_s=CAP)), 5.0, []

@@ -107,14 +107,14 @@ def test_every_peer_that_is_missing_is_named(make_endpoint):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"run_id": 78}, {"epoch": 2}, {"epoch": 0}, {"config_hash": "decaf"}, {"connections": 2}],
-    ids=["run", "later epoch", "earlier epoch", "configuration", "number of connections"],
+    [{"run_id": 78}, {"epoch": 2}, {"epoch": 0}, {"config_hash": "decaf"}, {"connections": 2}, {"stage": 0}],
+    ids=["run", "later epoch", "earlier epoch", "configuration", "number of connections", "stage"],
 )
 def test_worker_of_another_run_is_refused_on_both_sides(make_endpoint, make_frame, caplog, changes):
     caplog.set_level(logging.WARNING, "tahq.comm")
     upper = make_endpoint(2)
     receiver = upper.open_link(1, 1, "lower", "")
-    wrong = make_endpoint(1, **changes)
+    wrong = make_endpoint(**{"stage": 1} | changes)
     wrong.open_link(1, 2, "upper", upper.address)
     with pytest.raises(TahqError, match="refused"):
         wrong.wait_connected(SOON_S)

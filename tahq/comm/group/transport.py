@@ -248,7 +248,6 @@ def _store(host: str, port: int, listener: socket.socket | None) -> Store:
 
 
 def _paths(spec: GroupSpec, store: Store, address: str, is_lower: bool) -> tuple[PayloadPath, PayloadPath]:
-    """The outgoing and the incoming path."""
     rank = 0 if is_lower else 1
     if spec.backend == "gloo":
         path = GlooPath(store, rank, address, _CONNECT_S, spec.timeout_s)

@@ -187,8 +187,7 @@ def header_of(frame: Frame, epoch: int, link: int) -> FrameHeader:
 def pack_header(header: FrameHeader, payload: bytes | memoryview) -> bytes:
     """The header's HEADER_NBYTES bytes, its checksum covering them and the payload.
 
-    Raises:
-        LocalProtocolError: a field does not fit its place, or `payload` is not of the length it names.
+    LocalProtocolError: a field does not fit its place, or `payload` is not of the length it names.
     """
     id, shape = header.id, header.shape
     if len(payload) != header.payload_nbytes or len(shape) > MAX_DIMS or header.dtype not in _DTYPE_CODES:
@@ -218,15 +217,9 @@ def peek_payload_nbytes(data: bytes | memoryview) -> int:
 
 
 def unpack_header(data: bytes | memoryview, payload: bytes | memoryview, peer: object) -> FrameHeader:
-    """The header in these bytes, everything in it verified.
+    """The header in `data`, which came from `peer` with this payload, everything in it verified.
 
-    Args:
-        data: HEADER_NBYTES bytes from the peer.
-        payload: what came with them.
-        peer: the sender's name, for the message of the error.
-
-    Raises:
-        RemoteProtocolError: wrong length, magic, version or checksum, or a field out of range.
+    RemoteProtocolError: wrong length, magic, version or checksum, or a field out of range.
     """
     if len(data) != HEADER_NBYTES:
         raise RemoteProtocolError(f"{peer}: sent a header of {len(data)} bytes; expected {HEADER_NBYTES}")

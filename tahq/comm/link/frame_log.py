@@ -109,7 +109,6 @@ class FrameLog:
                 self._give_up(step, error)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether so much more fits, after steps have gone that may."""
         for step in [step for step in self._step_nbytes if step < self._droppable]:
             if self.nbytes + nbytes <= self._limit_nbytes:
                 break
@@ -158,11 +157,7 @@ class FrameLog:
             self._remove(kept)
 
     def read(self, first: int, last: int | None = None) -> Iterator[Frame]:
-        """The frames of steps first … last (None: to the newest), as they were sent.
-
-        Raises:
-            FrameLogError: they are not all here, or damaged; the message names the file.
-        """
+        """The frames of steps first … last (None: to the newest); FrameLogError if some are missing or damaged."""
         if not self.is_complete_from(first):
             raise FrameLogError(
                 f"link {self._link}: frames since step {first + 1} are not kept: the log begins at step "

@@ -157,7 +157,6 @@ class Session:
         self._liveness.hold()
 
     def _change(self, event: Event, now_s: float, reason: str = "") -> None:
-        """Take a transition of the table."""
         transition = TRANSITIONS.get((self.local, self.remote), {}).get(event)
         if transition is None:
             return

@@ -52,11 +52,7 @@ class LinkHello:
 
 
 def unpack_hello(payload: bytes | memoryview, peer: str) -> LinkHello:
-    """Parse the payload of a HELLO.
-
-    Raises:
-        RemoteProtocolError: it is too short, or the connection or the window is impossible.
-    """
+    """Parse a HELLO; RemoteProtocolError if it is too short, or its connection or window is impossible."""
     if len(payload) < _FIELDS.size:
         raise RemoteProtocolError(f"{peer}: sent a HELLO of {len(payload)} bytes; expected at least {_FIELDS.size}")
     stage, peer_stage, connection, connections, window_nbytes = _FIELDS.unpack_from(payload)

@@ -236,7 +236,6 @@ class ZmqEndpoint:
         return Session(replace(self._identity, epoch=0), spec, limits)
 
     def _visit(self, route: bytes, hello: LinkHello, key: str) -> LinkEnd:
-        """This end of a link that another worker has opened to fetch files."""
         spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=False, title=f"files for stage {hello.stage}")
         return ServingEnd(spec, self._files_session(spec), key, self.files)
 

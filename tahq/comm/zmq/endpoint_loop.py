@@ -276,7 +276,6 @@ class EndpointLoop:
             self._on_trouble(trouble)
 
     def _note_lateness(self, wire: LinkSockets, now_s: float) -> None:
-        """Warn, once, of a peer that has not connected."""
         end, waited_s, wire.late_s = wire.end, now_s - wire.opened_s, math.inf
         if not end.warns or end.session.remote is not End.CONNECTING or end.session.local is End.CLOSED:
             return

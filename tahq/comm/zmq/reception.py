@@ -142,7 +142,6 @@ class Reception:
 
 
 def _origin(part: zmq.Frame) -> str:
-    """The IP address that a message came from, for the log."""
     try:
         return str(part.get("Peer-Address")).removeprefix("::ffff:")
     except zmq.ZMQError:
