@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.agreement import Differences, compare
-from support.codec_backends import backends_of, can_run, decode, every_codec_and_backend, is_slow, params, streams
+from support.agreement import compare
+from support.codec_backends import backends_of, decode, every_codec_and_backend, is_slow, params, streams
+from support.kernel_checks import awkward
 from support.tile_agreement import EDGES, NOT_FINITE, as_bits, fixture_tensors
 
 from tahq.quant import get_codec
@@ -54,19 +55,14 @@ def gaussian(shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def spiky(shape, seed=0):
-    """Gaussians of several orders of magnitude, some with an outlier, some tiles constant or zero."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
-    x *= 10.0 ** torch.randint(-4, 2, (*shape[:-1], 1), generator=generator)
-    x[torch.rand(shape, generator=generator) < 0.01] *= 50
-    flat = x.view(-1)
-    flat[: flat.numel() // 8] = flat[0]
-    flat[-(flat.numel() // 8) :] = 0.0
+def not_finite(shape):
+    x = awkward(shape, seed=1)
+    x.view(-1)[[70, -100, -1]] = torch.tensor(NOT_FINITE)
     return x
 
 
 KINDS = {
+    "some not finite": not_finite,
     "heavy tails": lambda shape: gaussian(shape) ** 7,
     "zeros of both signs": lambda shape: gaussian(shape).sign() * 0.0,
     "constant": lambda shape: torch.full(shape, -0.3),
@@ -92,7 +88,7 @@ def check(spec, backend, x, key=KEY):
 def test_streams_agree_and_are_read_alike(spec, backend):
     for shape in SMALL_SHAPES if is_slow(backend) else SHAPES:
         for dtype in DTYPES[: 1 if is_slow(backend) else None]:
-            counted = check(spec, backend, spiky(shape).to(dtype))
+            counted = check(spec, backend, awkward(shape).to(dtype))
             assert counted.num_codes == 0
             assert counted.num_selections <= 2
 
@@ -105,16 +101,9 @@ def test_values_of_every_kind_agree(spec, backend):
 
 
 @every_kernel
-def test_values_that_are_not_finite_agree(spec, backend):
-    x = spiky((2, 3, 100), seed=1)
-    x[0, 1, 70], x[1, 0, 3], x[1, 2, 99] = NOT_FINITE
-    check(spec, backend, x)
-
-
-@every_kernel
 def test_magnitudes_of_every_size_agree(spec, backend):
     """From fp32's least subnormal to its largest; a flush to zero anywhere would show."""
-    x = spiky((2, 3, 72), seed=2).double()
+    x = awkward((2, 3, 72), seed=2).double()
     x /= x.abs().max()
     for power in (-140,) if is_slow(backend) else (-149, -148, -140, -127, -126, -118, -40, 15, 16, 100, 127):
         check(spec, backend, (x * 2.0**power).float())
@@ -124,15 +113,15 @@ LARGE = ["tah", "tah:tau=0", "tah:alloc=token,select=low", "fixed", "fixed:bits=
 
 
 @every_codec_and_backend(LARGE, kernels_only=True)
-def test_differences_are_few_on_gaussians_activations_and_gradients(spec, backend):
+@pytest.mark.parametrize("tokens", [64, pytest.param(512, marks=pytest.mark.acceptance)])
+def test_differences_are_few_on_gaussians_activations_and_gradients(spec, backend, tokens):
     """No code may differ at all. Entropies scatter by about 0.05 nats, so that of n tiles a share of about
     1e-5 · 2 / 0.05 lies within 1e-5 of a border: one in 2,500."""
     if backend == "triton" and interprets_triton():
         pytest.skip("interpreted it would take an hour")
-    counted = check(spec, backend, gaussian((2, 164, 1600), seed=3))
+    counted = check(spec, backend, gaussian((2, tokens, 640), seed=3))
     for x in fixture_tensors().values():
-        counted += check(spec, backend, x)
-    assert isinstance(counted, Differences)
+        counted += check(spec, backend, x[:, :tokens])
     assert counted.num_codes == 0
     assert counted.num_selections <= 2 + counted.num_tiles // 2500
 
@@ -161,16 +150,3 @@ def test_number_of_threads_does_not_change_the_bytes(spec):
     assert torch.equal(three.encode(x, key=KEY), buf)
     values = [codec.decode(buf, x.shape, torch.bfloat16, key=KEY) for codec in (one, three)]
     assert torch.equal(*map(as_bits, values))
-
-
-@pytest.mark.skipif(not can_run("triton"), reason="needs a CUDA device, or TRITON_INTERPRET=1")
-@pytest.mark.parametrize("spec", SPECS)
-def test_every_kernel_reads_what_every_other_wrote(spec):
-    x = spiky((2, 3, 100), seed=4)
-    kernels = [backend for backend in backends_of(spec)[1:] if can_run(backend)]
-    readers = {backend: get_codec(spec, backend=backend) for backend in kernels}
-    for buf in streams(spec, kernels, x, KEY).values():
-        first, *others = (
-            as_bits(decode(codec, buf, x.shape, reader, torch.float32, KEY)) for reader, codec in readers.items()
-        )
-        assert all(torch.equal(first, other) for other in others)

@@ -6,13 +6,11 @@ A new codec is one line in SPECS, and in `support.codec_backends.KERNELS` if it 
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.codec_backends import backends_of, can_run, device_of, every_codec_and_backend, is_slow
-from support.stream_mutations import mutated
 
 from tahq.errors import CodecError
 from tahq.quant import get_codec
@@ -73,10 +71,6 @@ def gaussian(shape, seed=0, dtype=torch.float32, backend="reference"):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device_of(backend))
 
 
-def shapes_for(backend):
-    return SMALL_SHAPES if is_slow(backend) else SHAPES
-
-
 def has_its_length(buf, codec, shape):
     """A stateful codec's streams may be shorter than it says beforehand."""
     nbytes = codec.encoded_nbytes(shape)
@@ -88,10 +82,9 @@ def as_bytes(x):
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_round_trip_keeps_shape_type_length_and_values(spec, backend, dtype):
+def test_round_trip_keeps_shape_type_length_and_values(spec, backend):
     codec = get_codec(spec, backend=backend)
-    for shape in shapes_for(backend):
+    for shape, dtype in itertools.product(SMALL_SHAPES if is_slow(backend) else SHAPES, DTYPES):
         x = gaussian(shape, dtype=dtype, backend=backend)
         buf = codec.encode(x, key=3)
         assert (buf.dtype, buf.dim(), buf.is_contiguous(), buf.device) == (torch.uint8, 1, True, x.device)
@@ -156,9 +149,8 @@ def test_only_a_randomised_codec_looks_at_the_key(spec, backend):
 
 
 @every_codec
-@pytest.mark.parametrize(("shape", "dtype"), [((2, 3, 64), torch.bfloat16), ((2, 3, 100), torch.float32)], ids=str)
-def test_decoded_tensor_is_fresh_and_aligned_wherever_the_buffer_lies(spec, backend, dtype, shape):
-    codec = get_codec(spec, backend=backend)
+def test_decoded_tensor_is_fresh_and_aligned_wherever_the_buffer_lies(spec, backend):
+    codec, shape, dtype = get_codec(spec, backend=backend), (2, 3, 100), torch.bfloat16
     buf = codec.encode(gaussian(shape, backend=backend))
     expected = codec.decode(buf, shape, dtype)
     for offset in (0, 1, 2, 7):
@@ -216,30 +208,25 @@ def test_refuses_tensors_that_no_stream_holds(spec, backend):
 
 
 @every_codec
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_non_finite_value_is_flagged_and_comes_out_as_one(spec, backend, bad):
+def test_non_finite_value_is_flagged_and_comes_out_as_one(spec, backend):
     codec, shape = get_codec(spec, backend=backend), (2, 3, 100)
-    x = gaussian(shape, backend=backend)
-    x[1, 2, 70] = bad
-    buf = codec.encode(x)
-    assert codec.has_non_finite(buf)
-    back = codec.decode(buf, shape)
-    assert not back[1, 2, 70].isfinite()
-    untouched = torch.cat((back[0].flatten(), back[1, :2].flatten()))
-    assert untouched.isfinite().all()
-    only_bad = torch.full_like(x, bad)
-    assert not codec.decode(codec.encode(only_bad), shape).isfinite().any()
-
-
-def _exact_range(spec):
-    return 65504.0 if "fp16" in spec else 3.38e38
+    for bad in (math.nan, math.inf, -math.inf):
+        x = gaussian(shape, backend=backend)
+        x[1, 2, 70] = bad
+        buf = codec.encode(x)
+        assert codec.has_non_finite(buf)
+        back = codec.decode(buf, shape)
+        assert not back[1, 2, 70].isfinite()
+        assert torch.cat((back[0].flatten(), back[1, :2].flatten())).isfinite().all()
+        only_bad = torch.full_like(x, bad)
+        assert not codec.decode(codec.encode(only_bad), shape).isfinite().any()
 
 
 @every_codec
 def test_finite_values_of_any_size_stay_finite(spec, backend):
     codec = get_codec(spec, backend=backend)
     for magnitude in (1e-45, 1e-40, 1e-30, 1e-9, 65504.0, 1e20, 3.38e38):
-        largest = min(magnitude, _exact_range(spec))
+        largest = min(magnitude, 65504.0 if "fp16" in spec else 3.38e38)
         x = (gaussian((2, 3, 64), backend=backend).clamp(-1, 1) * largest).contiguous()
         x[0, 0, 0] = largest
         buf = codec.encode(x)
@@ -279,26 +266,6 @@ def test_cuda_writes_streams_that_cpu_reads_and_does_not_synchronise(spec, backe
         read_here = here.decode(buf.cpu(), shape, key=5)
         assert torch.equal(codec.decode(buf, shape, key=5).cpu(), read_here)
         assert (read_here - x).norm() <= x.norm() * (SPECS[spec] + 1e-6)
-
-
-@every_codec
-def test_mutated_streams_raise_codec_error_or_decode(spec, backend):
-    """A sample of what tests/quant/test_mutated_streams.py does a million times, with what decoded looked at."""
-    codec, shape, rng = get_codec(spec, backend=backend), (2, 3, 72), np.random.default_rng(1)
-    originals = torch.stack([get_codec(spec, backend="reference").encode(gaussian(shape, seed)) for seed in range(4)])
-    nbytes, count, refused = originals.shape[1], 40 if is_slow(backend) else 200, 0
-    batches = mutated(originals.numpy(), [(0, 16), (16, 48), (0, nbytes)], rng)
-    every_eighth = itertools.chain.from_iterable(batch[::8] for batch in batches)  # a batch is damaged all in one way
-    for damaged in itertools.islice(every_eighth, count):
-        buf = torch.from_numpy(damaged.copy())
-        try:
-            back = codec.decode(buf.to(device_of(backend)), shape)
-        except CodecError:
-            refused += 1
-        else:
-            assert back.shape == shape
-            assert codec.has_non_finite(buf) == (not back.isfinite().all())
-    assert refused > count / 20  # one way in seven is another length
 
 
 @given(

@@ -11,9 +11,7 @@ from itertools import product
 import pytest
 import torch
 from support.agreement import compare
-from support.gaussian_kernels import check_allocation, check_kernels
 from support.kernel_checks import (
-    as_words,
     awkward,
     check_decoding,
     check_no_wait_and_no_compiler,
@@ -21,7 +19,8 @@ from support.kernel_checks import (
     damaged,
     poison,
 )
-from support.tile_agreement import fixture_tensors, gaussians, sinking
+from support.tile_agreement import as_bits, check_allocation, fixture_tensors, gaussians, sinking
+from support.tile_agreement import check as check_tiles
 
 from tahq.quant import CodecSpec, get_codec
 
@@ -93,7 +92,7 @@ def check(spec: str, x: torch.Tensor) -> None:
     if not is_gaussian(spec):
         check_round_trip(spec, x.cuda(), key=KEY)
         return
-    counted = check_kernels(spec, x, KEY, [x.dtype])
+    counted = check_tiles(spec, x, KEY, "triton", [x.dtype])
     assert counted.widths + counted.scales + counted.codes <= 4 + counted.num_tiles // 500, counted
     assert counted.means == 0
     assert spec.startswith("wf") or counted.largest_step <= 1
@@ -113,7 +112,7 @@ def test_activations_gradients_and_subnormal_steps():
         check("eden:bits=3", x)
         check("wf", x)
     for spec, dtype in product(("eden:bits=6", "wf:bits=6,group=256"), (FP32, BF16)):
-        check_kernels(spec, sinking(3), KEY, [dtype])
+        check_tiles(spec, sinking(3), KEY, "triton", [dtype])
 
 
 @every_case
@@ -125,7 +124,7 @@ def test_the_reference_on_the_device_agrees_and_reads_the_same(spec, dtype, shap
         compare(CodecSpec.parse(spec), x.cpu(), streams[1].cpu(), streams[0].cpu())
     for buf in streams:
         values = [codec.decode(buf, shape, dtype, key=7) for codec in (ours, theirs)]
-        assert torch.equal(as_words(values[0]), as_words(values[1]))
+        assert torch.equal(as_bits(values[0]), as_bits(values[1]))
 
 
 @every_case
@@ -137,7 +136,7 @@ def test_every_byte_is_written_without_waiting_or_compiling_again(spec, dtype, s
         poison(patch)
         for _ in range(3):
             assert torch.equal(codec.encode(x, key=KEY), expected)
-            assert torch.equal(as_words(codec.decode(expected, shape, dtype, key=KEY)), as_words(values))
+            assert torch.equal(as_bits(codec.decode(expected, shape, dtype, key=KEY)), as_bits(values))
     check_no_wait_and_no_compiler(codec, x, monkeypatch)
 
 

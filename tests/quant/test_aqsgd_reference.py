@@ -9,7 +9,6 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from tahq.quant.aqsgd import reference as aqsgd_reference
 
-BITS = st.integers(2, 8)
 FINITE = st.floats(-(2.0**120), 2.0**120, width=32)
 USUAL = st.floats(-8, 8, width=32)
 CHANGES = arrays(np.float32, array_shapes(min_dims=3, max_dims=3, max_side=5), elements=USUAL | FINITE)
@@ -19,8 +18,8 @@ def fp16(values: np.ndarray) -> np.ndarray:
     return np.clip(values, np.float32(-65504), np.float32(65504)).astype(np.float16)
 
 
-@given(CHANGES, BITS)
-def test_codes_and_values_are_those_of_the_formulas(change, bits):
+@given(CHANGES, st.integers(2, 8), st.integers(0, 2**32 - 1))
+def test_codes_values_and_memory_are_those_of_the_formulas(change, bits, seed):
     scale, codes = aqsgd_reference.quantize(torch.from_numpy(change), bits)
     s = fp16(np.abs(change).max(axis=(0, 1)))
     half = np.float32(2 ** (bits - 1))
@@ -28,17 +27,12 @@ def test_codes_and_values_are_those_of_the_formulas(change, bits):
         q = np.clip(np.rint(change / (s.astype(np.float32) + np.float32(1e-6)) * half), -half, half - 1)
     assert np.array_equal(scale.numpy(), s)
     assert np.array_equal(codes.numpy(), (q + half).astype(np.uint8))
-    values = aqsgd_reference.dequantize(scale, codes, bits).numpy()
+    values = aqsgd_reference.dequantize(scale, codes, bits)
     exact = q.astype(np.float64) / float(half) * s.astype(np.float64)
-    assert np.array_equal(values.astype(np.float64), exact)
-
-
-@given(CHANGES, BITS, st.integers(0, 2**32 - 1))
-def test_what_is_remembered_is_the_rounded_sum_and_finite(change, bits, seed):
+    assert np.array_equal(values.numpy().astype(np.float64), exact)
     memory = fp16(np.random.default_rng(seed).normal(size=change.shape).astype(np.float32) * 100)
-    decoded = aqsgd_reference.dequantize(*aqsgd_reference.quantize(torch.from_numpy(change), bits), bits)
-    after = aqsgd_reference.advance(torch.from_numpy(memory), decoded)
-    assert np.array_equal(after.numpy(), fp16(memory.astype(np.float32) + decoded.numpy()))
+    after = aqsgd_reference.advance(torch.from_numpy(memory), values)
+    assert np.array_equal(after.numpy(), fp16(memory.astype(np.float32) + values.numpy()))
     assert after.isfinite().all()
 
 
@@ -55,14 +49,3 @@ def test_small_changes_lose_codes_and_then_everything(magnitude, decoded):
     change = torch.full((1, 1, 1), -magnitude)
     got = float(aqsgd_reference.dequantize(*aqsgd_reference.quantize(change, 4), 4))
     assert got == pytest.approx(decoded, rel=0.25)
-
-
-def test_beyond_fp16_changes_and_values_stop_at_its_largest():
-    change = torch.tensor([3e38, -3e38]).view(1, 2, 1)
-    scale, codes = aqsgd_reference.quantize(change, 4)
-    assert float(scale) == 65504
-    decoded = aqsgd_reference.dequantize(scale, codes, 4)
-    assert decoded.flatten().tolist() == [65504 * 7 / 8, -65504]
-    memory = torch.tensor([30000.0, -30000.0], dtype=torch.float16).view(1, 2, 1)
-    assert aqsgd_reference.advance(memory, decoded).flatten().tolist() == [65504, -65504]
-    assert aqsgd_reference.to_fp16(torch.tensor([1e9, -1e9, 65519.9])).tolist() == [65504, -65504, 65504]

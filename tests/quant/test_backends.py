@@ -101,12 +101,6 @@ def test_forced_backend_refuses_other_devices(backend, device, message, monkeypa
         kernels_for("tah", backend, device, 1)
 
 
-def test_interpreted_triton_takes_tensors_on_the_cpu_if_it_is_forced(load, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert kernels_for("tah", "triton", CPU, 1) == "tah triton"
-    assert kernels_for("tah", "auto", CPU, 1) == "tah cpu"
-
-
 @pytest.mark.parametrize("spec", ["tah", "fixed", "raw"])
 def test_unknown_backend_and_no_threads_are_refused(spec):
     with pytest.raises(ConfigError, match="backend must be auto, reference, cpu or triton; got 'gpu'"):

@@ -8,16 +8,12 @@ import random
 
 import pytest
 import torch
+from support.interpreter import in_interpreter
 from support.kernel_checks import awkward, check_decoding, check_encoding, check_round_trip, damaged, poison
 
 from tahq.quant import get_codec
-from tahq.quant.backends import interprets_triton
 
-pytestmark = [
-    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
-    # numpy reports what a device computes silently: whole numbers that wrap, ∞ times a power of two.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = in_interpreter
 CPU = torch.device("cpu")
 KEY = 0xFEDCBA9876543210
 QUICK = "fixed"

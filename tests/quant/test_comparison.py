@@ -86,12 +86,6 @@ def test_usual_specs_are_measured_in_order():
     assert all(each.relative_error > each.gaussian_bound for each in got)
 
 
-def test_stateful_codec_remembers_nothing_of_a_comparison():
-    got = report(gaussian(2, 64), "aqsgd")
-    assert got.bits_per_element > 16  # a first visit, in every repetition
-    assert got.relative_error < 2**-11
-
-
 @pytest.mark.parametrize(
     ("x", "part"),
     [
@@ -104,9 +98,3 @@ def test_stateful_codec_remembers_nothing_of_a_comparison():
 def test_tensor_without_errors_to_measure_is_refused(x, part):
     with pytest.raises(CodecError, match=part):
         compare(x)
-
-
-@pytest.mark.gpu
-def test_tensor_on_cuda_is_measured_there():
-    got = compare(gaussian(2, 3, 64).cuda(), ["fixed:bits=6"])[0]
-    assert got.relative_error == pytest.approx(report(gaussian(2, 3, 64), "fixed:bits=6").relative_error)

@@ -7,9 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
-from tahq.quant import get_codec
 from tahq.quant.codec import one_compiles
 
 PATIENCE_S = 30
@@ -28,7 +26,7 @@ def only_lock(locks):
     return path
 
 
-def test_who_comes_while_the_first_compiles_waits_and_then_all_go_together():
+def test_processes_that_come_while_the_first_compiles_wait_and_then_go_together():
     done, together = [], threading.Barrier(3, timeout=PATIENCE_S)
 
     def follow():
@@ -57,23 +55,14 @@ def compile_beside(kernels, **options):
         pool.submit(compile_them).result(PATIENCE_S)
 
 
-def prepare(codec):
-    codec.prepare((1, 8, 64), torch.float32, torch.device("cpu"))
-
-
-def test_who_needs_other_kernels_does_not_wait():
-    # A stage that came back in the middle of a run stood still for as long as anybody on the machine compiled.
-    with ThreadPoolExecutor(1) as pool, one_compiles(f"{get_codec('tah').spec} on cpu"):
-        pool.submit(prepare, get_codec("raw:dtype=fp16")).result(PATIENCE_S)
-
-
-def test_who_reads_another_cache_does_not_wait(tmp_path, monkeypatch):
+def test_processes_with_other_kernels_or_another_cache_do_not_wait(tmp_path, monkeypatch):
     with one_compiles(KERNELS):
+        compile_beside("fixed on cpu")
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "mine"))
         compile_beside(KERNELS)
 
 
-def test_who_has_waited_too_long_goes_ahead_and_says_so(caplog):
+def test_process_that_has_waited_too_long_goes_ahead_and_says_so(caplog):
     with one_compiles(KERNELS):
         compile_beside(KERNELS, longest_s=0.1)
     assert f"{KERNELS}: another process has been compiling it" in caplog.text

@@ -1,20 +1,26 @@
-"""The literal levels and distortions are those of the Lloyd-Max quantiser of a Gaussian, solved again."""
+"""The tables of `eden` and `wf`: levels of the Lloyd-Max quantiser, 8-bit scales, and the bits that tiles get."""
+
+import itertools
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import norm
+from support.tile_oracle import greedy_widths
 
-from tahq.quant.gaussian.bit_allocation import STEPS
-from tahq.quant.gaussian.levels import (
-    DISTORTIONS,
-    MAGNITUDES,
-    MAX_BITS,
-    level_table,
-    magnitude_table,
-    threshold_table,
-)
+from tahq.quant.gaussian.bit_allocation import STEPS, allocate
+from tahq.quant.gaussian.levels import DISTORTIONS, MAGNITUDES, MAX_BITS, level_table, magnitude_table, threshold_table
+from tahq.quant.gaussian.small_scale import NOT_FINITE, nearest_code, stochastic_code, value_of
+from tahq.quant.gaussian.tile_stream import TileLayout
+from tahq.quant.spec import EdenSpec
 
 BITS = range(1, MAX_BITS + 1)
+CODES = torch.arange(1, 255)
+VALUES = value_of(CODES)
 
 
 def cells(levels):
@@ -39,28 +45,16 @@ def solve(levels):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_levels_and_distortion_solve_lloyds_conditions(bits):
+def test_levels_and_distortion_solve_lloyds_conditions_and_are_exact_in_fp32(bits):
     literal = np.array(MAGNITUDES[bits - 1])
     assert literal.shape == (2 ** (bits - 1),)
+    assert [float(str(np.float32(value))) for value in literal] == literal.tolist()
     # From 1 % aside, where Newton's method has to find the way back.
     solved = solve(literal * 1.01)
     assert literal == pytest.approx(solved, abs=1e-6)
     _, shares, means = cells(solved)
     distortion = 1 - 2 * (shares * means**2).sum()  # E z² − E ẑ², as ẑ is the mean of its cell
     assert DISTORTIONS[bits - 1] == pytest.approx(distortion, rel=1e-6)
-
-
-def test_first_levels_are_the_known_ones():
-    """√(2/π), and Max's table of 1960 for four levels."""
-    assert MAGNITUDES[0][0] == pytest.approx((2 / np.pi) ** 0.5, abs=1e-7)
-    assert MAGNITUDES[1] == pytest.approx((0.4528, 1.510), abs=5e-4)
-
-
-def test_literals_are_exact_in_fp32_and_ascend():
-    for magnitudes in MAGNITUDES:
-        as_fp32 = [str(np.float32(value)) for value in magnitudes]
-        assert [float(text) for text in as_fp32] == list(magnitudes)
-        assert (np.diff([0.0, *magnitudes]) > 0).all()
 
 
 def test_tables_hold_the_levels_row_by_row():
@@ -71,13 +65,66 @@ def test_tables_hold_the_levels_row_by_row():
         assert magnitudes[bits, :num].tolist() == np.array(MAGNITUDES[bits - 1], np.float32).tolist()
         assert (levels[bits, num : 2 * num] == magnitudes[bits, :num]).all()
         assert (levels[bits, : 2 * num] == -levels[bits, : 2 * num][::-1]).all()
-        assert (np.diff(levels[bits, : 2 * num]) > 0).all()
         inside = thresholds[bits, : num - 1]
         assert ((magnitudes[bits, : num - 1] < inside) & (inside < magnitudes[bits, 1:num])).all()
         assert (thresholds[bits, num - 1 :] == np.finfo(np.float32).max).all()
 
 
-def test_steps_of_the_allocation_are_what_another_bit_takes_away():
-    """A tile of r times the magnitude is worth r² times as much: 4·log2 of a ratio is eighths of an octave of r."""
+def test_scales_are_the_documented_ones_and_round_to_the_nearest():
+    assert value_of(torch.tensor([0, 1, 8, 248, 254])).tolist() == [0.0, 1.125 * 2**-18, 2**-17, 2**13, 1.75 * 2**13]
+    assert value_of(torch.tensor([NOT_FINITE], dtype=torch.uint8)).isnan().all()
+    assert torch.equal(nearest_code(VALUES), CODES)
+    middle = (VALUES[:-1] + VALUES[1:]) / 2
+    assert torch.equal(nearest_code(middle), CODES[1:])
+    assert torch.equal(nearest_code(middle.nextafter(torch.zeros(()))), CODES[:-1])
+    assert not nearest_code(torch.tensor([0.0, 1e-45, 1e-30, 1.0624 * 2**-18])).any()
+    assert nearest_code(torch.tensor([1.0625 * 2**-18, 1e30, 3e38])).tolist() == [1, 254, 254]
+    assert stochastic_code(torch.tensor([0.0, 1e30]), torch.tensor([2**20 - 1, 0])).tolist() == [0, 254]
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.99])
+def test_stochastic_rounding_of_scales_has_the_value_as_its_mean_over_all_draws(part):
+    value = VALUES[:-1] + part * VALUES.diff()
+    draws = torch.arange(0, 2**20, 1021)
+    codes = stochastic_code(value.expand(len(draws), -1).contiguous(), draws.unsqueeze(-1))
+    assert ((codes == CODES[:-1]) | (codes == CODES[1:])).all()
+    mean = value_of(codes).double().mean(dim=0)
+    # Every 1,021st of the draws: a share of them is off by at most one in their number.
+    assert ((mean - value).abs() <= VALUES.diff() / len(draws) + 1e-7 * value).all()
+
+
+def widths(levels, budget):
+    return allocate(torch.tensor(levels, dtype=torch.int32), budget).tolist()
+
+
+@given(
+    levels=st.sampled_from([(0, 511), (100, 104)]).flatmap(
+        lambda ends: st.lists(st.integers(*ends), min_size=1, max_size=24)
+    ),
+    share=st.fractions(1, 8),
+)
+def test_allocation_equals_brute_force_greedy(levels, share):
+    budget = math.floor(share * len(levels))
+    assert widths(levels, budget) == greedy_widths(levels, budget)
+    assert TileLayout.of(EdenSpec(bits=share, group=8), (len(levels), 8)).num_planes == budget
+
+
+@pytest.mark.parametrize("budget", [4, 7, 10, 13])
+def test_no_other_allocation_leaves_less_gaussian_error(budget):
+    """Of all there are, up to rounding: a rank is off by half an eighth of an octave, so a step by 2^(2/16) in r²."""
+    levels = [40, 32, 24, 16]
+
+    def error(bits):
+        return sum(4 ** (level / 8) * DISTORTIONS[b - 1] for level, b in zip(levels, bits, strict=True))
+
+    best = min(error(bits) for bits in itertools.product(range(1, 9), repeat=4) if sum(bits) == budget)
+    assert error(widths(levels, budget)) <= best * 2**0.125
+
+
+def test_budget_is_spent_to_the_last_bit_and_steps_are_what_another_bit_takes_away():
+    levels = torch.randint(0, 512, (4097,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    for bits in (Fraction(1), Fraction("1.01"), Fraction(10, 3), Fraction(8)):
+        assert int(allocate(levels, math.floor(bits * 4097)).sum()) == int(bits * 4097)
+    # A tile of r times the magnitude is worth r² times as much: 4·log2 of a ratio is eighths of an octave of r.
     returns = -np.diff(DISTORTIONS)
     assert tuple(np.round(4 * np.log2(returns[0] / returns)).astype(int)) == STEPS

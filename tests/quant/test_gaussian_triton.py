@@ -4,25 +4,20 @@ import random
 
 import pytest
 import torch
-from support.gaussian_kernels import check_allocation, check_kernels
 from support.guarded_memory import GuardedMemory
+from support.interpreter import in_interpreter
 from support.kernel_checks import check_decoding, damaged
-from support.tile_agreement import gaussians, layout_of, sinking
+from support.tile_agreement import check, check_allocation, gaussians, layout_of, sinking
 
 from tahq.errors import CodecError
 from tahq.quant import bit_planes, get_codec
-from tahq.quant.backends import interprets_triton
 from tahq.quant.gaussian import bit_allocation, tile_stream
 from tahq.quant.tiling import Tiling
 
-pytestmark = [
-    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
-    # numpy reports what a device computes silently: 0·∞ behind the thresholds, ∞ − ∞, whole numbers that wrap.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = in_interpreter
 CPU = torch.device("cpu")
 KEY = 0xFEDCBA9876543210
-FP32 = [torch.float32]
+FP32 = ("triton", [torch.float32])
 both = pytest.mark.parametrize("spec", ["eden", "wf"])
 
 
@@ -38,14 +33,11 @@ def wf_triton():
 @pytest.mark.parametrize("spec", ["eden:bits=3,group=32", "wf:bits=2.5,group=32"])
 def test_differences_are_few(spec):
     """A sum off by some units of 2^−24 moves a width, a scale or a code in about one tile of 10,000."""
-    counted = check_kernels(spec, gaussians((2, 12, 320), 1), KEY, FP32)
+    counted = check(spec, gaussians((2, 12, 320), 1), KEY, *FP32)
     assert counted.share < 5e-3
     assert counted.means == 0
     assert counted.largest_step <= 1 or spec.startswith("wf")
-    check_kernels(f"{spec}", sinking(3)[::5], KEY, FP32)
-
-
-# -- allocation of bits --------------------------------------------------------------------------------
+    check(spec, sinking(3)[::5], KEY, *FP32)
 
 
 @pytest.mark.parametrize("count", [1, 7, 4096, 9001])
@@ -84,9 +76,6 @@ def test_more_tiles_than_can_be_counted_are_refused():
         eden_triton.plan(layout_of("eden", (2**28, 8)))
 
 
-# -- means of channels ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "limits", [{"MAX_PARTS": 3}, {"MAX_MEASURED": 2}, {"MAX_MEASURED": 5, "MAX_PARTS": 2}], ids=str
 )
@@ -95,20 +84,20 @@ def test_parts_of_the_tokens_do_not_show(wf_triton, monkeypatch, limits):
     monkeypatch.setattr(wf_triton, "ELEMENTS_PER_BLOCK", 128)
     for name, limit in limits.items():
         monkeypatch.setattr(wf_triton, name, limit)
-    assert check_kernels("wf:group=32,bits=2", gaussians((3, 9, 96), 3) + 2, dtypes=FP32).same_bytes
+    assert check("wf:group=32,bits=2", gaussians((3, 9, 96), 3) + 2, KEY, *FP32).same_bytes
 
 
 def test_more_parts_than_are_added_at_once(wf_triton, monkeypatch):
     monkeypatch.setattr(wf_triton, "ELEMENTS_PER_BLOCK", 256)
     assert wf_triton.Columns.of(Tiling.of((20, 256), 256)).num_parts == 20
-    assert check_kernels("wf:group=256,bits=2", gaussians((20, 256), 4) - 1, dtypes=FP32).same_bytes
+    assert check("wf:group=256,bits=2", gaussians((20, 256), 4) - 1, KEY, *FP32).same_bytes
 
 
 def test_means_are_never_minus_zero_and_a_token_may_have_more_tiles_than_are_summed_at_once():
-    assert check_kernels("wf:bits=1.5,group=8", gaussians((1, 1040), 2, spread=0.0), dtypes=FP32).same_bytes
+    assert check("wf:bits=1.5,group=8", gaussians((1, 1040), 2, spread=0.0), KEY, *FP32).same_bytes
     x = gaussians((2, 3, 64), 8)
     x[..., 5], x[..., 6] = -1e-12, -0.0
-    assert check_kernels("wf:bits=2", x, dtypes=FP32).same_bytes
+    assert check("wf:bits=2", x, KEY, *FP32).same_bytes
 
 
 @pytest.mark.parametrize("shape", [(2, 1024, 1600), (1, 1), (16384, 64), (1, 1 << 20), (7, 3, 40000)], ids=str)
@@ -118,9 +107,6 @@ def test_every_token_is_in_one_part(wf_triton, shape):
     assert columns.num_parts * columns.tokens_per_part >= columns.num_tokens
     assert columns.tokens_per_part % columns.tokens_per_block == 0
     assert 1 <= columns.num_programs <= wf_triton.MAX_MEASURED
-
-
-# -- memory, and what a decoder refuses ----------------------------------------------------------------
 
 
 DAMAGED = {"eden": ("eden:bits=2.5,group=32", (3, 5, 96)), "wf": ("wf:bits=2.5,group=32", (3, 5, 90))}

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
+from support.interpreter import in_interpreter
 from support.kernel_checks import awkward, check_encoding, check_round_trip
 
 from tahq.errors import CodecError
 from tahq.quant import get_codec
-from tahq.quant.backends import interprets_triton
 from tahq.quant.tah import reference as tah_reference
 from tahq.quant.tah.stream import TahLayout
 
-pytestmark = [
-    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
-    # numpy reports what a device computes silently: 0·∞ in tiles that are not finite, whole numbers that wrap.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = in_interpreter
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 
 from support.agreement import compare
 from support.device_waits import host_must_not_wait
+from support.tile_agreement import as_bits
 from tahq.errors import CodecError
 from tahq.quant import CodecSpec, get_codec
 from tahq.quant.codec import Codec
@@ -25,12 +26,6 @@ def awkward(shape, seed: int = 0) -> torch.Tensor:
     flat[-(count // 8) :] = flat[-1].clone()
     flat[count // 3 : count // 3 + 9] = 77.0
     return x
-
-
-def as_words(x: torch.Tensor) -> torch.Tensor:
-    """Bits of x as whole numbers, with one pattern for every NaN."""
-    widened = x.to(torch.float32)
-    return torch.where(widened.isnan(), torch.nan, widened).view(torch.int32)
 
 
 def check_encoding(spec: str, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
@@ -52,7 +47,7 @@ def check_decoding(spec: str, buf: torch.Tensor, shape, dtype: torch.dtype, devi
         assert expected == got
     else:
         assert (got.shape, got.dtype, got.is_contiguous()) == (expected.shape, dtype, True)
-        assert torch.equal(as_words(expected), as_words(got))
+        assert torch.equal(as_bits(expected), as_bits(got))
 
 
 def outcome(codec: Codec, buf: torch.Tensor, shape, dtype: torch.dtype, key: int) -> torch.Tensor | str:

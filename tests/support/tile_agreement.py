@@ -1,6 +1,7 @@
 """What the streams of two backends of `eden` or `wf` may differ in, tile by tile, and what they must have in common."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -8,11 +9,15 @@ import torch
 from hypothesis import strategies as st
 
 from support.boundary import FIXTURE, boundary
-from tahq.quant import get_codec
-from tahq.quant.gaussian import tile_stream
+from support.codec_backends import decode, device_of, encode
+from tahq.quant import bit_planes, get_codec
+from tahq.quant.backends import interprets_triton
+from tahq.quant.gaussian import bit_allocation, tile_stream
 from tahq.quant.gaussian.tile_stream import TileLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXACT = (torch.float32, torch.float16)
+"""What Triton's interpreter writes exactly: it cuts off where bf16 rounds."""
 SHAPES = [(2, 5, 64), (3, 100), (2, 1001), (1, 1, 1), (7,), (2, 3, 2, 40), (1, 3, 1024), (5, 9, 8), (0, 8), (2, 0, 3)]
 POWERS = (-149, -148, -140, -127, -126, -118, -40, 15, 16, 100, 127)
 """Of two, for the largest magnitude of a tensor: from fp32's least subnormal to its largest."""
@@ -22,24 +27,16 @@ NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 @dataclass
 class Differences:
-    """How many tiles differed, of how many.
-
-    Attributes:
-        num_tiles: compared.
-        widths: with another number of bits.
-        scales: with another scale, though as many bits.
-        codes: with another code, though of the same bits and scale.
-        largest_step: between scales of tiles with as many bits, in codes.
-        means: channels with another mean.
-        same_bytes: whether nothing differed.
-    """
+    """How many tiles differed, of how many: in width; in scale, though of one width; in a code, though of one scale."""
 
     num_tiles: int
     widths: int
     scales: int
     codes: int
     largest_step: int
+    """Between scales of tiles with as many bits, in codes."""
     means: int
+    """Channels with another mean."""
     same_bytes: bool
 
     @property
@@ -77,18 +74,43 @@ def as_bits(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), torch.nan, values).view({2: torch.int16, 4: torch.int32}[values.dtype.itemsize])
 
 
-def check(spec: str, x: torch.Tensor, key: int = 0, threads: int = 1) -> Differences | None:
-    """Both backends read both streams to the same bits, in every type; what the streams differ in."""
-    reference, cpu = get_codec(spec, backend="reference"), get_codec(spec, backend="cpu", threads=threads)
-    written = reference.encode(x, key=key), cpu.encode(x, key=key)
-    for buf in written:
-        for dtype in DTYPES:
-            expected = reference.decode(buf, x.shape, dtype, key=key)
-            values = cpu.decode(buf, x.shape, dtype, key=key)
-            assert values.shape == x.shape
-            assert values.dtype == dtype
-            assert torch.equal(as_bits(values), as_bits(expected)), (spec, dtype)
+def check(
+    spec: str, x: torch.Tensor, key: int = 0, backend: str = "cpu", dtypes: Sequence[torch.dtype] = ()
+) -> Differences | None:
+    """Both backends read both streams of x (on the CPU) to the same bits; what the streams differ in."""
+    codecs = {name: get_codec(spec, backend=name) for name in ("reference", backend)}
+    written = [encode(codec, x, name, key) for name, codec in codecs.items()]
+    # a stream that is the same byte for byte need not be read again
+    for buf in written[:1] if torch.equal(*written) else written:
+        for dtype in dtypes or (EXACT if backend == "triton" and interprets_triton() else DTYPES):
+            ours, theirs = (decode(codec, buf, x.shape, name, dtype, key) for name, codec in codecs.items())
+            assert (theirs.shape, theirs.dtype, theirs.is_contiguous()) == (x.shape, dtype, True)
+            assert torch.equal(as_bits(ours), as_bits(theirs)), (spec, dtype)
     return differences(layout_of(spec, x.shape), *written) if x.numel() else None
+
+
+def check_allocation(levels: torch.Tensor, budget: int) -> None:
+    """The Triton kernels give tiles of these levels (int32 [T]) the widths that `bit_allocation` does, in order."""
+    from tahq.quant.gaussian import triton_allocation as allocation
+    from tahq.quant.gaussian.triton import Work
+
+    device, count = device_of("triton"), len(levels)
+    work_at = Work.of(count)
+    work = torch.full((work_at.end,), -1, dtype=torch.int32, device=device)
+    work[work_at.levels : work_at.levels + count] = levels.to(device)
+    nbytes = -(-count * 3 // 128) * 16
+    buf = torch.full((nbytes,), 0xAA, dtype=torch.uint8, device=device)
+    grid = (-(-count // allocation.TILES_PER_PROGRAM),)
+    places = (work_at.levels, work_at.counts)
+    allocation.count_kernel[grid](work, 0, count, *places, RELATIVE=False, num_warps=8)
+    numbers = (0, count, budget - count, *places, work_at.starts, 0)
+    allocation.allocate_kernel[grid](work, buf, *numbers, RELATIVE=False, num_warps=8)
+    expected = bit_allocation.allocate(levels, budget)
+    starts = work[work_at.starts : work_at.starts + count + 1].cpu()
+    assert starts[0] == 0
+    assert torch.equal(starts.diff(), expected)
+    packed = bit_planes.pack_numbers((expected - 1).to(torch.uint8), tile_stream.WIDTH_BITS)
+    assert torch.equal(buf.cpu(), torch.nn.functional.pad(packed, (0, nbytes - len(packed))))
 
 
 def gaussians(shape, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
