@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness import Table, main
 
-from tahq.pipeline.probe.gradient_probe import GradientProbe, WireResult, collect
+from tahq.pipeline.gradient_probe import GradientProbe, WireResult, collect
 from tahq_launch.analysis.probe import bits_per_element
 from tahq_launch.analysis.probe_setup import ProbeRequest, ProbeSetup, open_setup
 

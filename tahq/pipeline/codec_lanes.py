@@ -37,14 +37,8 @@ class Receive:
     waiting: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """A decoded tensor, its place in the decoder's stream, and when its frame had arrived (`time.monotonic`)."""
-
-    tensor: torch.Tensor
-    mark: torch.cuda.Event | None
-    receive: Receive
-    arrived_s: float
+_Decoded = tuple[torch.Tensor, torch.cuda.Event | None, Receive, float]
+"""A decoded tensor, its place in the decoder's stream, and when its frame had arrived (`time.monotonic`)."""
 
 
 class InlineLanes:
@@ -105,12 +99,13 @@ class ThreadedLanes:
         if isinstance(decoded, BaseException):
             raise decoded
         self._room.release()
-        self._decoding.wait_for(decoded.mark, decoded.tensor)
+        tensor, mark, receive, arrived_s = decoded
+        self._decoding.wait_for(mark, tensor)
         end_s = time.monotonic()
-        receive, arrived_s = decoded.receive, min(max(decoded.arrived_s, begin_s), end_s)
+        arrived_s = min(max(arrived_s, begin_s), end_s)
         self._stopwatch.add(receive.waiting, begin_s, arrived_s, receive.id)
         self._stopwatch.add("wait:codec", arrived_s, end_s, receive.id)
-        return decoded.tensor
+        return tensor
 
     def send(self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None) -> None:
         """Hand a tensor to the encoder; it must not change afterwards."""
@@ -167,7 +162,7 @@ class ThreadedLanes:
         arrived_s = time.monotonic()
         with self._decoding():
             tensor = receive.boundary.decode(frame, receive.sample_ids)
-            return _Decoded(tensor, self._decoding.mark(), receive, arrived_s)
+            return tensor, self._decoding.mark(), receive, arrived_s
 
 
 CodecLanes = InlineLanes | ThreadedLanes

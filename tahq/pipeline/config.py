@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from tahq.errors import ScheduleError
 from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import Schedule, validate
+from tahq.pipeline.schedule.schedule import Schedule
 from tahq.units import Section
 
 Depth = Annotated[int, Field(ge=1)]
@@ -162,7 +162,7 @@ class PipelineConfig(Section):
             of = f"{self.stages} times {self.chunks} chunks" if self.chunks > 1 else f"stages is {self.stages}"
             raise ValueError(f"layers lists {len(self.layers)} {'chunks' if self.chunks > 1 else 'stages'}, {of}")
         try:
-            self._schedule(1)  # depths are checked against the step's micro-batches by the whole configuration
+            self.actions(1)  # depths are checked against the step's micro-batches by the whole configuration
         except ScheduleError as error:
             raise ValueError(str(error)) from error
         return self
@@ -178,14 +178,5 @@ class PipelineConfig(Section):
         return [self.in_flight] * self.stages if isinstance(self.in_flight, int) else self.in_flight
 
     def actions(self, num_micro_batches: int) -> Schedule:
-        """The validated schedule of a step with this many micro-batches.
-
-        Raises:
-            ScheduleError: unsuitable depths.
-        """
-        schedule = self._schedule(num_micro_batches)
-        validate(schedule)
-        return schedule
-
-    def _schedule(self, num_micro_batches: int) -> Schedule:
+        """The schedule of a step with this many micro-batches; ScheduleError: unsuitable depths."""
         return generate(self.schedule, self.stages, num_micro_batches, depths=self.depths, chunks_per_stage=self.chunks)

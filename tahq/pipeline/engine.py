@@ -154,11 +154,7 @@ class StageEngine:
         return self._step.batch
 
     def run_step(self, number: int) -> StepResult:
-        """Forward and backward of every micro-batch of a step; leaves summed gradients behind.
-
-        Raises:
-            PeerLostError, RemoteProtocolError, CodecError: from the links.
-        """
+        """Forward and backward of a step's micro-batches; leaves summed gradients behind, raises like the links."""
         if self.on_step is not None:
             self.on_step(number)
         for chunk in self.chunks.values():

@@ -64,11 +64,8 @@ class Stage:
         batches: source of samples; first and last stage need one.
         transports: its links by number: link c is the cut between chunk c and c + 1, the last one joins the two copies
             of a tied embedding.
-        device: where the modules are.
-        bf16: compute under bf16 autocast.
-        order: the samples of each step; needed if a codec remembers samples.
+        device, bf16, order, on_action: see `StageEngine`.
         cache_folder: where codecs that remember samples on disk keep them; None: the codec's own default.
-        on_action: called before each action with (step, action); raises to leave.
         beside: encode and decode in threads beside the compute loop; transports must allow `recv` in another thread.
     """
 
@@ -212,10 +209,7 @@ def keep_batch(folder: Path, step: int, batch: StepBatch) -> Path:
     """Keep the samples of a step that had NaN or infinity, to find out why; removes the oldest of many.
 
     ``non_finite/step-00000013.safetensors`` has `tokens` and `labels` (int64 [B, S]) and `sample_ids` (int64 [B]), the
-    micro-batches in order; step (from 1) and the batch's digest are in the metadata.
-
-    Raises:
-        SnapshotError: the file cannot be written.
+    micro-batches in order; metadata are the step (from 1) and the batch's digest. SnapshotError: it cannot be written.
     """
     name = f"step-{step:08}.safetensors"
     tensors = {"tokens": batch.tokens, "labels": batch.labels, "sample_ids": batch.sample_ids}

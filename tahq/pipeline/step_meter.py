@@ -10,8 +10,8 @@ on the wire to its decoding.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from tahq.comm.control.messages import Traced
 from tahq.comm.link.frame import Direction, LogicalId, Purpose
@@ -25,9 +25,8 @@ PART = 2048
 _WAITS = {"memory": "room", "codec": "the codec"}
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One span of a trace, as it is sent."""
+class TraceRow(NamedTuple):
+    """One span of a trace, with the columns of `Traced`."""
 
     lane: str
     category: str
@@ -52,8 +51,7 @@ class StepMeter:
     """Measures one worker's steps.
 
     Args:
-        stopwatch: the stage's.
-        stage: this worker's.
+        stopwatch, stage: this worker's.
         peers: stage at the other end of each link.
         is_traced: whether every span of a step, from 0, is kept.
         clock: seconds; the clock of the stopwatch and the links.
@@ -170,7 +168,7 @@ def _sending_rows(passages: Iterable[Passage], lanes: Mapping[tuple[int, Directi
     for passage in passages:
         piece, lane, frame = passage.piece, lanes[passage.key], frame_name(passage.piece.id)
         if rows and (rows[-1].frame, rows[-1].lane) == (frame, lane):
-            rows[-1] = replace(rows[-1], end_s=passage.end_s, nbytes=rows[-1].nbytes + piece.nbytes)
+            rows[-1] = rows[-1]._replace(end_s=passage.end_s, nbytes=rows[-1].nbytes + piece.nbytes)
         else:
             name = f"{CARRIED[piece.id.direction]} {piece.id.micro_batch}"
             queued_s = max(0.0, passage.begin_s - piece.queued_s)
@@ -181,20 +179,5 @@ def _sending_rows(passages: Iterable[Passage], lanes: Mapping[tuple[int, Directi
 def trace_parts(step: int, stage: int, rows: Sequence[TraceRow]) -> list[Traced]:
     """The messages that carry these rows; at least one, because the coordinator waits for it."""
     chunks = [rows[start : start + PART] for start in range(0, len(rows), PART)] or [[]]
-    return [
-        Traced(
-            step=step,
-            stage=stage,
-            part=part,
-            num_parts=len(chunks),
-            lanes=[row.lane for row in chunk],
-            categories=[row.category for row in chunk],
-            names=[row.name for row in chunk],
-            frames=[row.frame for row in chunk],
-            begins_s=[row.begin_s for row in chunk],
-            ends_s=[row.end_s for row in chunk],
-            nbytes=[row.nbytes for row in chunk],
-            queued_s=[row.queued_s for row in chunk],
-        )
-        for part, chunk in enumerate(chunks)
-    ]
+    tables = [[list(column) for column in zip(*chunk, strict=True)] or [[]] * len(TraceRow._fields) for chunk in chunks]
+    return [Traced(step, stage, part, len(tables), *columns) for part, columns in enumerate(tables)]

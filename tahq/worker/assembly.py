@@ -43,11 +43,9 @@ from tahq.pipeline.stage import Stage, StagePlan
 
 
 def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:
-    """The model of a resolved configuration; its vocabulary does not depend on the tokenizer being here.
+    """The model of a resolved configuration, whose vocabulary does not depend on the tokenizer being here.
 
-    Args:
-        config: resolved: `model.vocab_size` is set unless a folder gives it.
-        tokenizer_vocab_size: to be checked against the model's; None where no tokenizer is needed.
+    Where a tokenizer is needed, the size of its vocabulary is checked against the model's.
     """
     vocabulary = tokenizer_vocab_size or config.model.vocab_size or 1
     return load_spec(config.model, vocab_size=vocabulary, seq_len=config.data.seq_len)
@@ -100,33 +98,25 @@ def chunk_module(
 ) -> ModelSlice:
     """The module of one chunk: a slice of the model, or under `model.sleep` a slice that only takes time.
 
-    Args:
-        config: resolved.
-        spec: its model.
-        chunk: which; a stage's number is that of its only chunk, but for interleaved schedules.
-        device: where it lives.
-        random: what keyed dropout reads.
-        weights: False leaves them uninitialised, for a checkpoint to fill.
+    `weights` False leaves them uninitialised, for a checkpoint to fill.
     """
     blocks = block_ranges(config, spec)[chunk]
     if config.model.sleep is not None:
         naps = config.model.sleep.of(chunk % config.pipeline.stages)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
         return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    return _slice(config, spec, blocks, device=device, random=random, weights=weights)
+    return _slice(config, spec, blocks, device, random, weights)
 
 
 def random_parts(config: ClusterConfig, spec: ModelSpec, parts: Parts, device: torch.device) -> ModelSlice:
     """Any parts of the model as a stage computes them, for timing; their weights are random."""
-    spec, random = dataclasses.replace(spec, folder=None), RandomContext(config.run.seed)
-    return _slice(config, spec, parts, device=device, random=random, weights=True)
+    return _slice(config, dataclasses.replace(spec, folder=None), parts, device, RandomContext(config.run.seed), True)
 
 
 def _slice(
     config: ClusterConfig,
     spec: ModelSpec,
     blocks: BlockRange | Parts,
-    *,
     device: torch.device,
     random: RandomContext,
     weights: bool,
@@ -188,11 +178,7 @@ class Assembly:
     ) -> "Assembly":
         """Read or draw this stage's weights, and read the data if the stage needs it.
 
-        Args:
-            assign: stage, and the checkpoint to continue from.
-            config: the configuration in `assign`, parsed.
-            device: where the stage computes.
-            working: called with the present activity.
+        `working` is called with the present activity.
 
         Raises:
             UserError: whatever in the configuration does not fit this machine.
@@ -294,14 +280,18 @@ class Assembly:
 
     def _arithmetic_changes(self) -> list[str]:
         """How what computes here differs from what computed the checkpoint."""
-        reader = self.reader
-        if reader is None:
+        if self.reader is None:
             return []
-        mine = own_file(self.assign, self.config.pipeline.stages)
-        files = [mine] if mine is not None and mine in reader.files else reader.files
-        metas = [reader.stage_meta(file) for file in files]
+        mine = self._own_file
+        metas = [self.reader.stage_meta(file) for file in ([mine] if mine is not None else self.reader.files)]
         changes = (change for meta in metas for change in arithmetic_differences(meta.arithmetic, self._arithmetic))
         return list(dict.fromkeys(changes))
+
+    @property
+    def _own_file(self) -> str | None:
+        """This stage's file of the checkpoint, if the same stages wrote it and it is here."""
+        mine = own_file(self.assign, self.config.pipeline.stages)
+        return mine if self.reader is not None and mine in self.reader.files else None
 
     def _sample_order(self, plan: Plan) -> SampleOrder:
         """The samples of each step; a stage without data has them from the plan."""
@@ -323,10 +313,9 @@ class Assembly:
             return None
         origin = BEGINNING
         if self.reader is not None:
-            # this stage's own file where the same stages wrote it; else stage 0's, which every run has with its data
-            file = own_file(self.assign, self.config.pipeline.stages)
-            if file is None or file not in self.reader.files:
-                file = next(name for name in sorted(self.assign.snapshot_files) if name.startswith("stage-000"))
+            # or else stage 0's, which every run has with its data
+            stage_0 = (name for name in sorted(self.assign.snapshot_files) if name.startswith("stage-000"))
+            file = self._own_file or next(stage_0)
             origin = Cursor(**self.reader.stage_meta(file).cursor)
         training = self.config.training
         return BatchSource(

@@ -88,10 +88,8 @@ class WorkerOptions:
 class WorkerControl:
     """The control channel of one worker, with its stage and step; the main thread uses it, `send` any thread.
 
-    Args:
-        options: from the command line.
-        interrupt: ends what the main thread waits for on a link with this error; called in the control thread.
-        obey: carries out an order; called in the control thread.
+    Both callbacks are called in the control thread: `interrupt` ends what the main thread waits for on a link with this
+    error, `obey` carries out an order.
     """
 
     def __init__(
@@ -206,12 +204,7 @@ def _aborted(abort: Abort) -> RunAbortedError:
 class WorkerTraining:
     """One stage's steps, each as the coordinator decides it.
 
-    Args:
-        control: the channel to the coordinator.
-        stage: computes the steps.
-        assembly: the parts that the stage was made of.
-        plan: the coordinator's.
-        offer: called with hash and place of every file of a checkpoint that is written, in any thread.
+    `offer` is called with hash and place of every file of a checkpoint that is written, in any thread.
     """
 
     def __init__(

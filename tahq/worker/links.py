@@ -153,10 +153,7 @@ OpenGroup = Callable[[ZmqTransport, str, str], Transport]
 class WorkerLinks:
     """Links to the neighbours: the main thread opens them; orders that come before are carried out then.
 
-    Args:
-        endpoint: the sockets.
-        stage: this worker's.
-        answer: sends an answer to the coordinator; called in any thread.
+    `answer` sends an answer to the coordinator, from any thread.
     """
 
     def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Send) -> None:

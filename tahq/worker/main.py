@@ -292,12 +292,14 @@ def out_of_memory(
 
     `config` is resolved; it and `device` are None if they were not known yet.
     """
-    parts = [f"stage {stage} is out of memory: {_wanted(error, device)}"]
-    parts += _estimate(config, stage, device) if config is not None and device is not None else [_GENERAL]
-    return OutOfMemoryError("; ".join([*parts, "`tahq-launch --dry-run` shows the estimate of every stage"]))
+    advice = _estimate(config, stage, device) if config is not None and device is not None else _GENERAL
+    return OutOfMemoryError(
+        f"stage {stage} is out of memory: {_wanted(error, device)}; {advice}; `tahq-launch --dry-run` shows the "
+        "estimate of every stage"
+    )
 
 
-def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> list[str]:
+def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
     """The needs and the advice; if they cannot be estimated, the advice without numbers."""
     bf16 = computes_in_bf16(config, device)
     try:
@@ -306,16 +308,14 @@ def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> list[s
         helpful = memory_savings(config, spec, stage, bf16=bf16, on_cpu=device.type == "cpu")
         depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage)
     except (UserError, ValueError, MemoryError, RuntimeError):
-        return [_GENERAL]
+        return _GENERAL
     kinds = memory.kinds()
     activations = kinds.pop("activations")
     rest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
     held = f"activations {size(activations)} ({depth} micro-batches in flight, {size(activations / depth)} each)"
     advice = ", ".join(f"{change} ({size(saved)} less)" for change, saved in helpful)
-    return [
-        f"it needs {size(memory.total)} or more: {held}, {rest}",
-        f"what would help, by that estimate: {advice}" if advice else _GENERAL,
-    ]
+    helps = f"what would help, by that estimate: {advice}" if advice else _GENERAL
+    return f"it needs {size(memory.total)} or more: {held}, {rest}; {helps}"
 
 
 def _wanted(error: BaseException, device: torch.device | None) -> str:

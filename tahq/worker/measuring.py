@@ -78,15 +78,8 @@ def measure(
 class MeasuringMember:
     """Carries out orders to measure and answers other workers; as a context, it listens until its end.
 
-    Args:
-        assign: the stage, and the number of the run.
-        config: resolved.
-        device: where this worker computes.
-        listening: host:port to bind, and the address that others dial if it is another.
-        working: called with the present activity, for the heartbeats.
-
-    Raises:
-        UserError: it cannot listen there.
+    `listening` are the address to bind, and the one that others dial if it is another; `working` is called with the
+    present activity, for the heartbeats. UserError: it cannot listen there.
     """
 
     def __init__(
@@ -319,18 +312,10 @@ class ComputeMeasurement:
 
 
 def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], device: torch.device) -> tuple[float, float]:
-    """Seconds to encode and to decode, each divided by the elements; medians, kernels loaded before.
+    """Seconds to encode and to decode with a codec, each divided by the elements; medians, kernels loaded before.
 
-    A codec that remembers samples is timed on samples that it has seen.
-
-    Args:
-        spec: the codec.
-        wire: its backend and threads.
-        shape: of the tensors, [B, S, C]; normal, with channels of different size, as activations are.
-        device: where.
-
-    Raises:
-        CodecError: it does not run here, or not on such tensors.
+    Tensors of this shape, [B, S, C], are normal, with channels of different size, as activations are. A codec that
+    remembers samples is timed on samples that it has seen. CodecError: it does not run here, or not on such tensors.
     """
     codec = get_codec(spec, backend=wire.backend, threads=wire.threads)
     codec.prepare(shape, BOUNDARY_DTYPE, device)

@@ -12,8 +12,8 @@ from support.runs import Run, finish, overrides, tiny, train, write_config
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
-from tahq.pipeline.probe.cut_model import ProbedWire
-from tahq.pipeline.probe.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult
+from tahq.pipeline.cut_model import ProbedWire
+from tahq.pipeline.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult
 from tahq_launch.analysis import probe as probe_command
 from tahq_launch.analysis.probe import Progress, gradients_of, sentence
 from tahq_launch.analysis.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from support.loopback_network import LoopbackNetwork
 from support.processes import children, is_alive, wait_until
+from support.schedules import check
 from support.sweeps import small
 
 from tahq.comm.network_config import host_names
-from tahq.pipeline.schedule.schedule import Schedule, validate
+from tahq.pipeline.schedule.schedule import Schedule
 from tahq_netem.network.description import uniform
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.runtimes.bare_async import DEEP, actions_of
@@ -170,7 +171,7 @@ def test_real_compute_can_be_timed(tmp_path):
 def test_deep_schedule_is_valid_and_has_its_depth(stages, count):
     rows = tuple(actions_of(DEEP, stage, stages, count) for stage in range(stages))
     schedule = Schedule(DEEP, count, rows, tuple(range(stages)))
-    validate(schedule)
+    check(schedule)
     depths = [min(count, 2 * (stages - stage) - 1) for stage in range(stages)]
     assert [schedule.max_in_flight(stage) for stage in range(stages)] == depths
 

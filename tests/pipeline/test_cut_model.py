@@ -16,8 +16,8 @@ from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.slice import HEAD_WEIGHT
 from tahq.pipeline.boundary import CutIdentity
+from tahq.pipeline.cut_model import UNCOMPRESSED, CutModel, ProbedWire
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
-from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, ProbedWire
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 

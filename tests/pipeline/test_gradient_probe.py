@@ -16,8 +16,8 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import NonFiniteError
-from tahq.pipeline.probe.cut_model import CutModel, ProbedWire
-from tahq.pipeline.probe.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult, collect, compare
+from tahq.pipeline.cut_model import CutModel, ProbedWire
+from tahq.pipeline.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult, collect, compare
 from tahq.pipeline.update import StageUpdate
 
 CONFIG = ClusterConfig.model_validate(

@@ -10,11 +10,11 @@ from exhaustive_plans import best_of_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_problems import ask, cluster, host, model, random_problem
+from support.schedules import check
 
 from tahq.comm.link.spec import First
 from tahq.errors import UserError
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import validate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import predict, step_time_s
@@ -44,7 +44,7 @@ def test_any_plan_fits_its_hosts(seed):
     assert sum(chosen.layers) == 6
     assert len(set(chosen.hosts)) == len(chosen.layers) == len(best.in_flight)
     assert (planned.table.memory[list(chosen.hosts)] >= best.memory_nbytes).all()
-    validate(generate(chosen.schedule, chosen.num_stages, chosen.num_micro_batches, depths=chosen.depths or None))
+    check(generate(chosen.schedule, chosen.num_stages, chosen.num_micro_batches, depths=chosen.depths or None))
 
 
 def test_equal_problems_give_equal_plans():

@@ -1,8 +1,8 @@
-"""Schedules from their printed form."""
+"""Schedules from their printed form, and what makes one valid."""
 
 import re
 
-from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule, schedule_dependencies
 
 
 def action(text: str) -> Action:
@@ -17,3 +17,21 @@ def schedule(text: str, name: str = "custom") -> Schedule:
     holders = {each.chunk: stage for stage, row in reversed(list(enumerate(rows))) for each in row}
     num_micro_batches = 1 + max(each.micro_batch for row in rows for each in row)
     return Schedule(name, num_micro_batches, rows, tuple(holders[chunk] for chunk in sorted(holders)))
+
+
+def check(made: Schedule) -> None:
+    """Every pass once and on its chunk's stage, weight gradients ascending, and no stage waits forever."""
+    everything = [(stage, each) for stage, row in enumerate(made.actions) for each in row]
+    assert len({each for _, each in everything}) == len(everything)
+    assert all(made.placement[each.chunk] == stage for stage, each in everything)
+    for chunk in range(made.num_chunks):
+        mine = [each for _, each in everything if each.chunk == chunk]
+        for number in range(made.num_micro_batches):
+            assert "".join(each.kind for each in mine if each.micro_batch == number) in ("FB", "FIW")
+        summed = [each.micro_batch for each in mine if each.kind in "BW"]
+        assert summed == sorted(summed)
+    needs, done, rows = schedule_dependencies(made), set(), [list(row) for row in made.actions]
+    while any(rows):
+        ready = [row for row in rows if row and done.issuperset(needs[row[0]])]
+        assert ready, f"deadlock at {[str(row[0]) for row in rows if row]}"
+        done |= {row.pop(0) for row in ready}

@@ -14,7 +14,7 @@ import torch
 from tahq.config.file import placed_errors
 from tahq.errors import OutOfMemoryError
 from tahq.observe import figures
-from tahq.pipeline.probe.gradient_probe import (
+from tahq.pipeline.gradient_probe import (
     EXPECTATION_LIMIT,
     STEP_LIMIT,
     GradientProbe,

@@ -26,7 +26,7 @@ from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.manifest import read_latest
 from tahq.pipeline.checkpoint.resume import compare_configs
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
-from tahq.pipeline.probe.cut_model import CutModel, ProbedWire
+from tahq.pipeline.cut_model import CutModel, ProbedWire
 from tahq.pipeline.update import StageUpdate
 from tahq.quant import CodecSpec
 from tahq.worker.assembly import (

@@ -47,12 +47,7 @@ def publish(
 
     Other files in its folder, left by killed writers or another division of the model, are removed.
 
-    Args:
-        snapshots: the run's folder of checkpoints.
-        step: committed steps behind it.
-        files: one per stage, each reported durable.
-        meta: see `Manifest`.
-        give_up_s: seconds to wait for room, for each of the two files.
+    `files` has one per stage, each reported durable; `give_up_s` is how long to wait for room, for each of the two.
 
     Raises:
         SnapshotError: it cannot be written; `latest` still names the previous checkpoint.

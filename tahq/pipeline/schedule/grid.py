@@ -30,14 +30,8 @@ class Cell:
 def render(cells: Iterable[Cell], row_names: Sequence[str], width: int | None = None) -> str:
     """The cells as text, one line per row, idle columns as dots.
 
-    Args:
-        cells: in any order; those of one row must not overlap.
-        row_names: printed at the left of each row, top to bottom.
-        width: longest line in characters; the rest is cut at a whole column, and a note under the picture says how
-            much. None: as wide as needed.
-
-    Returns:
-        Lines joined by newlines, without a trailing newline.
+    Cells come in any order; those of one row must not overlap. Lines are as long as needed, or cut at a whole column to
+    `width` characters, and a note under the picture then says how much is missing.
 
     Example:
         >>> print(render([Cell(0, 0, 1, "0F0"), Cell(1, 1, 2, "1F0"), Cell(1, 2, 4, "1B0")], ["a ", "b "]))

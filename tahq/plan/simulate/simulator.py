@@ -144,7 +144,7 @@ class _Simulation:
         ]
         if stuck:
             name = self._schedule.name
-            raise ScheduleError(f"schedule {name} deadlocks with {', '.join(stuck)}; validate() draws where")
+            raise ScheduleError(f"schedule {name} deadlocks with {', '.join(stuck)}")
         end_s = max((span.end_s for span in self._actions), default=0.0)
         return StepTimeline(tuple(self._actions), tuple(self._transfers), end_s + self._costs.commit_s, len(rows))
 
