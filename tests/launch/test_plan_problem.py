@@ -47,7 +47,7 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing):
         pipeline={"stages": 2, "layers": [2, 2], "schedule": "gpipe"},
     )
     problem = problem_of(config, spec, HOSTS, PlanChoices())
-    stages = StageCosts(ClusterTable(problem), (0, 1), 2, problem.activations[0], problem.gradients[0])
+    stages = StageCosts(ClusterTable(problem), (0, 1), 2)
     layers = np.array([2.0, 2.0])
     planned = stages.fixed_nbytes(layers) + 2 * stages.held_nbytes(layers)
     counted = [stage_estimate(config, spec, stage, bf16=False).total for stage in range(2)]
