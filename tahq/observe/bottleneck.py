@@ -1,9 +1,14 @@
 """Which resource limits a step, and what would help, in one sentence.
 
-The resource with the largest lower bound `least_s` (`resources.py`) is the bottleneck if that bound, together with the
-work done once per step (optimizer, data), explains the step. Otherwise latency limits the step: micro-batches are in
-transit, and more of them in flight would fill the wait, unless a stage has no memory for more. The share reported is
-busy / step.
+Resources are what one micro-batch after the other goes through: a stage's compute, the threads beside it that code, a
+host's uplink (which all it sends shares), and the coordinator. A step cannot be shorter than what one of them needs,
+
+    least = (until the first micro-batch gets there) + busy + (from the last one to the end of the step),
+
+with the measured times of one micro-batch everywhere else. The resource with the largest `least` is the bottleneck if
+that, together with the work done once per step (optimizer, data), explains the step. Otherwise latency limits the step:
+micro-batches are in transit, and more of them in flight would fill the wait, unless a stage has no memory for more. The
+share reported is busy / step.
 
 If an uplink is the bottleneck, codecs are named that would make it less busy than the next resource. A codec is chosen
 for all links that carry the same traffic, so all uplinks are computed with it: first with another codec for one
@@ -18,11 +23,14 @@ from functools import cache
 from itertools import product
 from typing import Literal
 
-from tahq.coordinator.observer import StepRecord, Traffic
+from tahq.coordinator.observer import LinkRecord, StepRecord, Traffic
 from tahq.observe import figures
-from tahq.observe.resources import Flow, Kind, Resource, flows_of, resources_of
 from tahq.quant import CodecSpec, get_codec
 
+Kind = Literal["compute", "codec", "link", "coordinator"]
+
+MAIN_FLOW = 0.8
+"""Share of an uplink's time from which on it is named by the one link and direction."""
 EXPLAINS = 0.7
 """Share of a step that a resource and what is done once a step must account for."""
 MEMORY_SHARE = 0.1
@@ -41,6 +49,42 @@ LADDERS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Flow:
+    """What one stage sends another in one direction, over however many links."""
+
+    sender: int
+    receiver: int
+    traffic: Traffic
+    wire_s: float
+    frames: int
+    payload_bytes: int
+    codec: str = ""
+    """Its codec; empty if unknown."""
+
+    @property
+    def name(self) -> str:
+        """``link 2→1, gradients``."""
+        return f"link {self.sender}→{self.receiver}, {self.traffic}"
+
+    @property
+    def each_s(self) -> float:
+        """Of one micro-batch."""
+        return self.wire_s / self.frames if self.frames else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Something that one micro-batch after the other needs, and how long in a step."""
+
+    kind: Kind
+    name: str
+    busy_s: float
+    least_s: float
+    flow: Flow | None = None
+    """The largest of an uplink's."""
+
+
+@dataclass(frozen=True, slots=True)
 class WireFacts:
     """The configured codecs by direction, and the shape [B, S, C] of a frame."""
 
@@ -55,27 +99,19 @@ class WireFacts:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a step takes as long as it does.
-
-    Attributes:
-        kind: of what it waits for.
-        share: of the step, for which that is busy.
-        sentence: for people, with what would change it.
-        brief: for a table: ``link 2→1 gradients 71 %``.
-    """
+    """The limit of a step and the share of the step that it takes, as a sentence with a remedy, and in brief."""
 
     kind: Kind | Literal["memory", "latency"]
     share: float
     sentence: str
     brief: str
+    """For a table: ``link 2→1 gradients 71 %``."""
 
 
 def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | None:
-    """What a step waits for; None where its stages have not measured anything.
+    """What a step, or the medians of several (`median_step`), waits for; None if its stages have not measured anything.
 
-    Args:
-        step: one, or the medians of several (`step_split.median_step`).
-        facts: to say which codec would do; None: none is named.
+    Without `facts` no codec is named.
     """
     if step.step_time_s <= 0 or not any(stage.split.compute_s > 0 for stage in step.stages):
         return None
@@ -240,3 +276,63 @@ def _frame_nbytes(spec: str, shape: tuple[int, ...]) -> int:
 
 
 _BOUND = {"compute": "compute-bound", "codec": "bound by its codecs", "coordinator": "bound by its commits"}
+
+
+# -- resources -----------------------------------------------------------------------------------
+
+
+def flows_of(links: Sequence[LinkRecord]) -> list[Flow]:
+    """The links' traffic by sender, receiver and kind; where a transport tells no `wire_s`, by `sending_s`."""
+    flows: dict[tuple[int, int, Traffic], Flow] = {}
+    for link in links:
+        key = (link.sender, link.receiver, link.direction)
+        old = flows.get(key, Flow(*key, 0.0, 0, 0))
+        wire_s = old.wire_s + (link.wire_s or link.sending_s)
+        frames, nbytes = old.frames + link.frames, old.payload_bytes + link.payload_bytes
+        flows[key] = Flow(*key, wire_s, frames, nbytes, link.codec or old.codec)
+    return list(flows.values())
+
+
+def resources_of(step: StepRecord) -> list[Resource]:
+    """Everything that a step may wait for."""
+    flows, stages = flows_of(step.links), step.stages
+    units = max((flow.frames for flow in flows), default=1)
+    forward_s = [stage.split.forward_s / units for stage in stages]
+    backward_s = [stage.split.backward_s / units for stage in stages]
+    crossing_s: dict[tuple[int, int, Traffic], float] = defaultdict(float)
+    crossing_s.update({(flow.sender, flow.receiver, flow.traffic): flow.each_s for flow in flows})
+    there_s = [forward_s[s] + crossing_s[s, s + 1, "activations"] for s in range(len(stages))]
+    back_s = [backward_s[s] + crossing_s[s + 1, s, "gradients"] for s in range(len(stages))]
+    # until the first micro-batch is at a stage, and from the end of its last backward to the last one of all
+    before_s, after_s = ([sum(parts[:s]) for s in range(len(stages))] for parts in (there_s, back_s))
+    # from the first stage's last activation on the wire to the end: all the way there and back
+    beyond_s = sum(there_s[1:-1]) + forward_s[-1] + backward_s[-1] + after_s[-1]
+
+    def stage_resource(kind: Kind, stage: int, what: str, busy_s: float) -> Resource:
+        return Resource(kind, f"stage {stage}'s {what}", busy_s, before_s[stage] + busy_s + after_s[stage])
+
+    computes, coding, uplinks = [], [], []
+    for stage in stages:
+        number, split = stage.stage, stage.split
+        busy_s = split.compute_s + split.encode_s + split.decode_s
+        computes.append(stage_resource("compute", number, "compute", busy_s))
+        beside_s = max(split.beside_s.get("encode", 0.0), split.beside_s.get("decode", 0.0))
+        if beside_s > 0:
+            coding.append(stage_resource("codec", number, "encoding and decoding", beside_s))
+        sent = sorted((flow for flow in flows if flow.sender == number), key=lambda flow: -flow.wire_s)
+        if sent:
+            gradients_s = sum(flow.each_s for flow in sent if flow.traffic == "gradients")
+            drain_s = after_s[number] - gradients_s if number else beyond_s
+            uplinks.append(_uplink(number, sent, before_s[number] + forward_s[number], drain_s))
+    commit_s = min(stage.split.commit_s for stage in stages)
+    coordinator = Resource("coordinator", "the round trip to the coordinator", commit_s, commit_s)
+    return [*computes, *coding, *uplinks, coordinator]
+
+
+def _uplink(stage: int, flows: Sequence[Flow], fill_s: float, drain_s: float) -> Resource:
+    """An uplink that these flows share, the largest first; named by that one if it takes nearly all of it."""
+    busy_s = sum(flow.wire_s for flow in flows)
+    parts = (f"{f.traffic} to {f.receiver} {figures.share(f.wire_s / busy_s)} of it" for f in flows)
+    is_one = flows[0].wire_s >= MAIN_FLOW * busy_s
+    name = flows[0].name if is_one else f"stage {stage}'s uplink ({', '.join(parts)})"
+    return Resource("link", name, busy_s, fill_s + busy_s + max(0.0, drain_s), flows[0])

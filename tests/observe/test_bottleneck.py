@@ -6,8 +6,15 @@ from itertools import product
 import pytest
 
 from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit
-from tahq.observe.bottleneck import WireFacts, busiest_uplink_s, cheaper_codecs, diagnose, uplinks_s
-from tahq.observe.resources import flows_of, resources_of
+from tahq.observe.bottleneck import (
+    WireFacts,
+    busiest_uplink_s,
+    cheaper_codecs,
+    diagnose,
+    flows_of,
+    resources_of,
+    uplinks_s,
+)
 from tahq.quant import get_codec
 
 SHAPE = (4, 256, 512)
