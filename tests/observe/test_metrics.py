@@ -127,14 +127,6 @@ def test_line_waits_for_its_validation_loss_until_the_next_step(path, record, en
     assert all("validation" not in line for line in read(path)[1:])
 
 
-def test_whole_run_has_one_object_per_step(path, play_run, end):
-    file = MetricsFile(path)
-    play_run(file)
-    assert len(read(path)) == 20  # each line as soon as it is complete
-    file.ended(end)
-    assert steps_in(path) == list(range(1, 21))
-
-
 @given(loss=st.floats(), norm=st.floats(), step_time_s=st.floats())
 def test_every_line_is_strict_json_whatever_the_numbers(record, loss, norm, step_time_s):
     text = json.dumps(step_object(record(1, loss=loss, grad_norm=norm, step_time_s=step_time_s)), allow_nan=False)
