@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.schedule.generators import generate
 from tahq.plan.simulate.bound import StepSeconds, step_bound, step_bounds, step_seconds
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, compute_seconds
 from tahq.plan.simulate.simulator import simulate
@@ -85,23 +85,10 @@ def steps(draw):
     return costs_of(*times, cuts, hosts), num_micro_batches, depths
 
 
-def with_depths(num_micro_batches, depths, *, split) -> Schedule:
-    rows = []
-    for stage, depth in enumerate(depths):
-        row = [Action(stage, ActionKind.F, index) for index in range(depth)]
-        for index in range(num_micro_batches):
-            kinds = (ActionKind.I, ActionKind.W) if split else (ActionKind.B,)
-            row += [Action(stage, kind, index) for kind in kinds]
-            if depth + index < num_micro_batches:
-                row.append(Action(stage, ActionKind.F, depth + index))
-        rows.append(tuple(row))
-    return Schedule("depths", num_micro_batches, tuple(rows), tuple(range(len(depths))))
-
-
 @given(steps(), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_no_schedule_is_faster_than_the_bound(step, split):
     costs, num_micro_batches, depths = step
     bound = step_bound(step_seconds(costs, num_micro_batches, np.array(depths, dtype=float), split=split))
-    schedule = with_depths(num_micro_batches, depths, split=split)
+    schedule = generate("zero-bubble" if split else "1f1b", len(depths), num_micro_batches, depths=depths)
     assert simulate(schedule, costs).step_time_s >= bound - 1e-9
