@@ -1,6 +1,6 @@
 """Named points of a run at which tests inject faults into the process that reaches them.
 
-Nothing happens unless the environment says so. ``TAHQ_FAULTS`` lists faults, separated by commas::
+Nothing happens unless ``TAHQ_FAULTS`` lists faults, separated by commas::
 
     kill@prepared:stage=1:step=3, stop=20s@forward:stage=2, sleep=1s@committing, raise@snapshot:step=4
 

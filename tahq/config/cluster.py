@@ -23,6 +23,7 @@ from tahq.quant.config import WireConfig
 from tahq.quant.ladder import ladder_for
 from tahq.units import Section, format_size, write_duration
 
+_CAPS = ("cap_up", "cap_down")
 NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
 MAX_MICRO_BATCHES = 65_536
@@ -72,7 +73,8 @@ class ClusterConfig(Section):
                 f"links.{key} is for hosts: namespaces, where the network is made on this machine; with hosts: {kind} "
                 "only rate, delay and piece can be enforced"
             )
-        for key, cap in (("cap_up", links.cap_up), ("cap_down", links.cap_down)):
+        for key in _CAPS:
+            cap = getattr(links, key)
             if self.hosts == "local" and links.rate is None and isinstance(cap, str):
                 raise ValueError(
                     f"links.{key}: {cap} is a share of a rate, and with hosts: local no rate is known; set "
@@ -112,29 +114,21 @@ class ClusterConfig(Section):
         inside = self.links.inside
         if inside == "zmq" or self.links.profile is not None:  # a profile's hosts are checked when it is applied
             return
-        obstacle = self._obstacle_to_groups() or self._cap_on_group()
-        if obstacle:
+        if obstacle := self._obstacle_to_groups():
             raise ValueError(f"links.inside: {inside}: {obstacle}; use links.inside: zmq")
 
     def _obstacle_to_groups(self) -> str:
-        """The reason that no link can use a process group; empty: one can."""
+        """The reason that no link can use a process group, or the cap that one would exceed; empty: no obstacle."""
         if self.hosts != "namespaces" and (self.links.rate is not None or self.links.delay):
             return "links.rate and links.delay are enforced on ZMQ links only"
         pairs = self._linked_stages()
         if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):
             return f"no two neighbours are of one site (set site under {'links.' * (self.hosts == 'namespaces')}hosts)"
-        return ""
-
-    def _cap_on_group(self) -> str:
-        """The cap that a process group would exceed; empty: none."""
         for stage in filter(self.has_group, range(self.pipeline.stages)):
             own = [(f"hosts.{stage}", self.hosts[stage])] if isinstance(self.hosts, list) else []
-            for where, caps in [("links", self.links), *own]:
-                for key in ("cap_up", "cap_down"):
-                    if getattr(caps, key):
-                        return (
-                            f"{where}.{key} is enforced on ZMQ links only, and stage {stage} has a link inside its site"
-                        )
+            for where, owner in [("links", self.links), *own]:
+                if caps := [f"{where}.{key}" for key in _CAPS if getattr(owner, key)]:
+                    return f"{caps[0]} is enforced on ZMQ links only, and stage {stage} has a link inside its site"
         return ""
 
     def _check_layers(self) -> None:

@@ -37,7 +37,6 @@ def test_coordinator_is_not_shaped_and_has_each_hosts_own_delay():
 def test_links_of_a_pipeline_are_its_neighbours_in_both_directions():
     neighbours = [("host0", "host1"), ("host1", "host0"), ("host1", "host2"), ("host2", "host1")]
     assert links_of(load("pipeline.stages=3")) == neighbours
-    assert links_of(load("pipeline.stages=1")) == []
     ends = [("host0", "host2"), ("host2", "host0")]
     assert links_of(load("pipeline.stages=3", "model.tie=sync")) == neighbours + ends
 

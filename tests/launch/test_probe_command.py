@@ -16,7 +16,7 @@ from tahq.pipeline.cut_model import ProbedWire
 from tahq.pipeline.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult
 from tahq_launch.analysis import probe as probe_command
 from tahq_launch.analysis.probe import Progress, gradients_of, sentence
-from tahq_launch.analysis.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire
+from tahq_launch.analysis.probe_setup import ProbeRequest, open_setup, parse_wire
 
 from .conftest import TWO_STAGES, assert_one_line
 
@@ -42,8 +42,9 @@ def test_report_and_json_agree(probe, tmp_path):
     assert "steps 1 to 2, M = 2 batches of 8 samples per step; loss without codecs: " in stdout
     values = json.loads((tmp_path / "probe.json").read_text())
     assert (values["first_step"], values["num_cuts"], len(values["losses"])) == (1, 1, 2)
-    groups = [wire["activations"].partition(",")[0] for wire in values["wires"]]
-    assert groups == ["tah:group=64"] * 2 + ["tah:group=32"] * 2
+    wires = [(wire["activations"].partition(",")[0], wire["gradients"][:10]) for wire in values["wires"]]
+    raw, own = "raw:dtype=", "fixed:bits"
+    assert wires == [("tah:group=64", own), ("tah:group=64", raw), ("tah:group=32", raw), ("tah:group=32", own)]
     for wire in values["wires"]:
         errors = wire["step_errors"] + wire["expectation_errors"]
         assert (len(wire["step_errors"]), len(wire["expectation_errors"])) == (4, 2)
@@ -141,11 +142,6 @@ def test_wire_is_split_at_the_slash_between_two_codecs_or_refused(text, expected
         parse_wire(text)
 
 
-def test_default_wires_are_the_runs_and_the_papers_tiles():
-    expected = ("tah / fixed:bits=6", "tah / raw", "tah:group=32 / raw", "tah:group=32 / fixed:bits=6")
-    assert default_wires(ClusterConfig.model_validate(CONFIG)) == tuple(map(parse_wire, expected))
-
-
 def request(run: Run, **options) -> ProbeRequest:
     changes = (f"run.dir={run.folder.parent}",)
     return ProbeRequest(run.folder.parents[1] / "cluster.yaml", changes, ("tah / raw",), **options)
@@ -168,11 +164,6 @@ def test_weights_of_a_folder_are_read(run, tmp_path):
     setup = open_setup(request(run, weights=tmp_path / "hf"))
     assert setup.start_step == 0
     assert all(torch.equal(p, run.weights[name]) for name, p in setup.model.parameters.items())
-
-
-def test_another_model_than_the_checkpoints_is_refused(run, probe):
-    outcome = probe("--resume", "--set", f"run.dir={run.folder.parent}", "--set", "model.num_heads=4")
-    assert_one_line(outcome, 2, "model.num_heads")
 
 
 @pytest.mark.acceptance
@@ -205,7 +196,6 @@ def result(*errors: float, mean: float | None = None) -> WireResult:
         (result(0.1), "holds with δ = 0.9; error per step at most 0.1, below the paper's 0.4."),
         (result(0.1004), "holds with δ = 0.899;"),
         (result(0.3, 1.5, mean=0.2), "does not hold: an error of 1.5 is as large as the gradient itself"),
-        (result(0.3, 0.2, mean=1.25), "does not hold: an error of 1.25 is"),
         (result(0.3, math.nan), "does not hold: with these codecs a gradient is NaN or infinite"),
     ],
 )

@@ -40,7 +40,11 @@ def remote_command(stage: int, secret: WorkerSecret = PLAIN, threads: int | None
     return command, shlex.split(command.argv[-1])
 
 
-def test_remote_command_survives_the_remote_shell_in_its_workdir():
+def test_remote_command_survives_the_remote_shell_and_the_users_ssh_options_come_first():
+    argv = remote_command(0, ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])[0].argv
+    assert argv[:5] == ("ssh", "-p", "2222", "-o", "ConnectTimeout=99")
+    assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
+    assert argv[-3:-1] == ("--", "me@gpu1")
     environment = {"X": "it's; rm -rf ~"}
     _, script = remote_command(2, python="/opt/my env/bin/python", workdir="a b/$c", env=environment, threads=3)
     assert script[:5] == ["cd", "a b/$c", "&&", "exec", "env"]
@@ -59,14 +63,6 @@ def test_key_of_a_remote_worker_is_sent_over_stdin_only():
     assert script[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
     assert command.first_input == f"{own.secret} {coordinator.public}\n".encode()
     assert own.secret not in f"{command.argv} {command.env} {command!r} {secret!r} {own!r}"
-
-
-def test_users_ssh_options_come_first_and_the_destination_is_not_an_option():
-    argv = remote_command(0, ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])[0].argv
-    assert argv[:5] == ("ssh", "-p", "2222", "-o", "ConnectTimeout=99")
-    assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
-    assert "BatchMode=yes" in argv
-    assert argv[-3:-1] == ("--", "me@gpu1")
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,8 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
     if follow is None:
         return CodecOptions(start)
     ladders = _ladders(config)
-    rules = FollowRules(
-        ladders=ladders,
-        raise_after=follow.raise_after,
-        lower_after=follow.lower_after,
-        max_error=follow.guard.max_error,
-        loss_rise=follow.guard.loss_rise,
-        hold=follow.guard.hold,
-    )
+    guard = follow.guard.model_dump(include={"max_error", "loss_rise", "hold"})
+    rules = FollowRules(ladders, follow.raise_after, follow.lower_after, **guard)
     num_links = config.pipeline.num_chunks - 1
     replay = _replay(Path(config.wire.replay), ladders, num_links) if config.wire.replay is not None else None
     return CodecOptions(start, rules, replay, saved)
