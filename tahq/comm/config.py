@@ -81,11 +81,7 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
 def parse_cap(value: object) -> float | str:
-    """Bits per second from ``20mbit``, or ``60%`` as text; a float passes unchanged.
-
-    Raises:
-        ValueError: neither a rate of at least 100 kbit/s nor a share of 0 to 100 %.
-    """
+    """Bits per second from ``20mbit``, or ``60%`` as text; a float passes unchanged; ValueError: neither of these."""
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     if match is not None:
         percent = Decimal(match.group(1))

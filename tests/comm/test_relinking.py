@@ -53,6 +53,7 @@ def test_new_process_gets_what_it_wants_and_no_more(make_endpoint, make_frame, s
     assert same(again.recv(SOON_S), frames[3])
     with pytest.raises(TimeoutError):
         again.recv(0.2)
+    assert survivor.has_log(1, 0)
     late = make_frame(3000, step=5)
     again.expect(late.id, 3000)
     mine.send(late)
@@ -132,14 +133,3 @@ def test_peer_that_leaves_without_a_word_is_waited_for_and_one_that_says_goodbye
     successor.close()
     with pytest.raises(PeerLostError, match="the peer has closed it"):
         mine.recv(SOON_S)
-
-
-def test_logs_go_with_the_endpoint(make_endpoint, make_frame, survivor, tmp_path):
-    mine, theirs = linked(survivor, make_endpoint(2), survivor_dials=False)
-    frame = make_frame(3000)
-    theirs.expect(frame.id, 3000)
-    mine.send(frame)
-    theirs.recv(SOON_S)
-    assert list((tmp_path / "link-1").iterdir())
-    survivor.close()
-    assert not (tmp_path / "link-1").exists()

@@ -126,24 +126,6 @@ def test_little_is_under_way_to_a_host_whose_downlink_is_capped(cap, window):
 # Through sessions
 
 
-@pytest.mark.parametrize("rate_mbit", [20, 300])
-def test_goodput_of_a_link_is_what_is_set(rate_mbit, make_frame):
-    rate = rate_mbit * MEGABIT
-    clock = VirtualClock()
-    shaping = Shaping(rate, delay_s=0.02)
-    pair = InprocPair(clock, run_id=77, shaping=shaping)
-    frames = [make_frame(1_000_000, micro_batch=i) for i in range(5)]
-    for frame in frames:
-        pair.upper.expect(frame.id, 1_000_000)
-        pair.lower.send(frame)
-    pair.upper.recv(10.0)
-    assert clock() == pytest.approx(8e6 / rate + 0.02, rel=0.01)  # 4 headers of 100 bytes in 1 MB: 0.04 %
-    started_s = clock()
-    for _ in frames[1:]:
-        pair.upper.recv(10.0)
-    assert 4 * 8e6 / (clock() - started_s) == pytest.approx(rate, rel=0.01)
-
-
 def test_heartbeats_pass_between_the_pieces_of_what_is_queued(make_frame):
     # 10 MB at 1 Mbit/s are 80 s of queue; the timeout of 3 s must not notice.
     limits = SessionLimits(peer_timeout_s=3.0, heartbeat_s=0.6, piece_nbytes=65536)
