@@ -17,11 +17,7 @@ from tahq.pipeline.config import TrainingConfig
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
-    """A run as its resolved configuration describes it.
-
-    Epochs become steps once the workers have said how many samples an epoch has. `start_step` is the number of steps
-    behind the checkpoint that the run continues from.
-    """
+    """A run as its resolved configuration describes it; epochs become steps once the workers know their samples."""
 
     num_stages: int
     run_id: int
@@ -30,7 +26,7 @@ class CoordinatorOptions:
     """The resolved configuration that every worker is sent."""
     config_hash: str
     version: str
-    """tahq's version; a worker of another version is refused."""
+    """tahq's; a worker of another version is refused."""
     training: TrainingConfig
     snapshot_every: int | None = None
     """Steps between checkpoints; one is always written at the end and on interruption."""
@@ -46,6 +42,7 @@ class CoordinatorOptions:
     grace_s: float = 25.0
     """How long an orderly end may take after SIGTERM."""
     start_step: int = 0
+    """Steps behind the checkpoint that the run continues from."""
     snapshot: str = ""
     """Folder of the checkpoint to continue from, relative to the run's folder; empty: start anew."""
     snapshot_files: Mapping[str, str] = field(default_factory=dict)

@@ -59,11 +59,9 @@ def is_complete(options: CoordinatorOptions, run: RunState, seats: Seats) -> boo
     target = run.copying
     if target is None or not options.copies:
         return target is not None
-    if seats.missing or not _can_be_copied(options, seats, target):
+    if seats.missing or not _can_be_copied(options, seats, target) or any(target.step in seat.gone for seat in seats):
         return False
     orders = [(seat, _order_for(options, seats, seat)) for seat in seats]
-    if any(target.step in seat.gone for seat in seats):
-        return False
     return all(order is None or seat.copied.get(target.step) == order for seat, order in orders)
 
 

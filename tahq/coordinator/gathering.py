@@ -27,12 +27,8 @@ def is_free(seats: Seats, stage: int) -> bool:
 def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, replaced: Seat | None) -> Refuse | None:
     """Why a worker that holds no stage cannot have the one it wants (-1: any); None: it can.
 
-    Args:
-        options: the run.
-        seats: the table.
-        join: the request; a spare that was given a stage may have another key than the worker of the stage's host.
-        key: the worker's public key.
-        replaced: the seat whose worker it would replace.
+    `key` is the worker's, `replaced` the seat whose worker it would replace. A spare that was given a stage may have
+    another key than the worker of the stage's host.
     """
     if join.version != options.version:
         row = ["version", join.version, f"{options.version} (coordinator)"]
@@ -124,8 +120,7 @@ def assignment(
 def note_data(options: CoordinatorOptions, run: RunState, seats: Seats) -> None:
     """Note the samples of an epoch, the run's first sample and its length, once all stages with data have said HELLO.
 
-    Raises:
-        ConfigError: warm-up and decay do not fit into the steps that `epochs` amounts to.
+    Raises ConfigError if warm-up and decay do not fit into the steps of `epochs`.
     """
     hellos = [seat.hello for seat in seats if seat.hello is not None]
     run.num_samples = max(hello.num_train_samples for hello in hellos)

@@ -94,12 +94,13 @@ class JournalledHolder:
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class NotWritten:
-    """A write that failed for now: why, and what has to change before it can succeed."""
+class NotWrittenError(SnapshotError):
+    """A write that failed for now."""
 
-    error: SnapshotError
-    wanted: str
+    def __init__(self, message: str, wanted: str) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        """What has to change before it can succeed."""
 
 
 class Journal:
@@ -114,7 +115,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self.wait: Callable[[Callable[[], NotWritten | None], NotWritten], None] | None = None
+        self.wait: Callable[[Callable[[], None], NotWrittenError], None] | None = None
         """Called when a write fails for now: repeats it until it succeeds, or raises. None: the failure is raised."""
         self._facts: JournalFacts | None = None
         try:
@@ -167,12 +168,11 @@ class Journal:
 
     def held(self, holder: JournalledHolder) -> None:
         """Keep who trains a stage."""
-        who = (holder.host, holder.pid, holder.worker_id)
-        row = (holder.stage, holder.identity, encode_message(holder.hello), *who)
+        row = (holder.stage, holder.identity, encode_message(holder.hello), holder.host, holder.pid, holder.worker_id)
         self._write(("INSERT OR REPLACE INTO holders VALUES (?, ?, ?, ?, ?, ?)", row))
 
     def lost(self, stage: int) -> None:
-        """Forget a stage's worker: it may not return to the stage as if nothing had happened."""
+        """Forget a stage's worker: it may not rejoin."""
         self._write(("DELETE FROM holders WHERE stage = ?", (stage,)))
 
     # -- reading ---------------------------------------------------------------------------------
@@ -254,15 +254,15 @@ class Journal:
             SnapshotError: the disk does not take it; the message names the file.
             UserError: the run's folder is gone.
         """
-        failure = self._try_to_write(statements)
-        if failure is None:
-            return
-        if self.wait is None:
-            raise failure.error
-        self.wait(partial(self._try_to_write, statements), failure)
+        try:
+            self._write_now(statements)
+        except NotWrittenError as failure:
+            if self.wait is None:
+                raise
+            self.wait(partial(self._write_now, statements), failure)
 
-    def _try_to_write(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> NotWritten | None:
-        """Write, or return what is wanting; may be repeated even if the write succeeded after all."""
+    def _write_now(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        """May be repeated even if the write succeeded after all; NotWrittenError if it may succeed later."""
         if self._path is not None and not self._path.exists():
             raise gone(self._path.parent)
         try:
@@ -273,13 +273,12 @@ class Journal:
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-            failure = SnapshotError(f"cannot write {self._path}: {error}; {self._circumstances(error)}")
+            message = f"cannot write {self._path}: {error}; {self._circumstances(error)}"
             if _is_locked(error):
-                return NotWritten(failure, "the lock to be released")
+                raise NotWrittenError(message, "the lock to be released") from error
             if self._path is not None and _is_full(error, self._path.parent):
-                return NotWritten(failure, "room")
-            raise failure from error
-        return None
+                raise NotWrittenError(message, "room") from error
+            raise SnapshotError(message) from error
 
     def _circumstances(self, error: sqlite3.Error) -> str:
         if _is_locked(error):

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from tahq.comm.link.frame import Direction
-from tahq.coordinator.observer import CodecChange, LinkRecord, StepRecord, Traffic
+from tahq.coordinator.observer import CodecChange, StepRecord, Traffic
 from tahq.errors import SnapshotError
 from tahq.quant.ladder import Ladder
 
@@ -132,22 +132,13 @@ class PolicyState:
 
 
 def initial_state(rules: FollowRules, num_links: int, start: Mapping[Traffic, int]) -> PolicyState:
-    """Every link at the rung of the run's start; `num_links` are the cuts of the pipeline, `start` has the rungs."""
+    """Every link (there are `num_links` cuts of the pipeline) at its direction's rung of `start`."""
     keys = [LinkKey(link, direction) for link in range(num_links) for direction in rules.ladders]
     return PolicyState({key: DirectionState(start[key.direction]) for key in keys})
 
 
 def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple[PolicyState, tuple[CodecChange, ...]]:
-    """Decide about the next step.
-
-    Args:
-        rules: the parameters.
-        state: after the step before.
-        load: the step that was just computed.
-
-    Returns:
-        The state from the next step on, and the changes.
-    """
+    """The state from the next step on, and the changes, after a step that was just computed."""
     state, alarm = _watch_loss(rules, state, load)
     is_warm = state.steps_seen >= WARM_UP_STEPS and load.compute_s > 0
     links, traffic, changes = dict(state.links), dict(load.links), list[CodecChange]()
@@ -156,7 +147,8 @@ def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple[Policy
         room = _room(rules, key, before.rung, traffic, load.compute_s) if is_warm else None
         reason: Literal["bottleneck", "room", "guard"] = "room"
         if detail := alarm or _alarm(rules, traffic.get(key)):
-            after, reason = _raised(before, len(specs) - 1, load.step + 1 + rules.hold), "guard"
+            rung, until = min(before.rung + 1, len(specs) - 1), load.step + 1 + rules.hold
+            after, reason = replace(before, rung=rung, floor=rung, floor_until=until, num_slow=0, num_room=0), "guard"
         elif room is None:
             after = replace(before, num_slow=0, num_room=0)
         elif room.share(before.rung) > FULL:
@@ -204,12 +196,6 @@ def _room(
     words = f"sending took {own.sending_s:.3g} s at {goodput:.3g} Mbit/s, computing {compute_s:.3g} s"
     words += f", the host's other links {sum(beside):.3g} s" if beside else ""
     return _Room(rules.ladders[key.direction].nbytes, rung, own.sending_s, budget_s, words)
-
-
-def _raised(link: DirectionState, top: int, until: int) -> DirectionState:
-    """One rung higher, and held there until this step."""
-    rung = min(link.rung + 1, top)
-    return replace(link, rung=rung, floor=rung, floor_until=until, num_slow=0, num_room=0)
 
 
 def _slow(rules: FollowRules, link: DirectionState, step: int, room: _Room) -> DirectionState:
@@ -296,12 +282,7 @@ class CodecOptions:
 
 
 class LinkCodecs:
-    """The codecs of a run's links, from step to step.
-
-    Args:
-        options: the codecs to begin with, and what changes them.
-        num_links: cuts of the pipeline.
-        start_step: steps behind the point where it begins.
+    """The codecs of a run's links (`num_links` cuts of the pipeline), from step to step.
 
     Raises:
         SnapshotError: the checkpoint's state is not what `saved` returns.
@@ -387,16 +368,17 @@ _LOSSES = ("loss_average", "num_losses", "num_rising")
 
 
 def step_load(record: StepRecord, num_links: int) -> StepLoad:
-    """A committed step as the policy sees it, without the link of tied embeddings: it is used after the work."""
-    compute_s = max((computing_s(stage.timing) for stage in record.stages), default=0.0)
-    loads = {LinkKey(link.link, link.direction): _link_load(link) for link in record.links if link.link < num_links}
+    """A committed step as the policy sees it, without the link of tied embeddings: it is used after the work.
+
+    Links are loaded by transmission time, or by the time in transit where the transport does not report that.
+    """
+    compute_s, loads = max((computing_s(stage.timing) for stage in record.stages), default=0.0), {}
+    for link in record.links:
+        sending_s, uplink = (link.wire_s, link.sender) if link.wire_s > 0 else (link.busy_s, None)
+        if link.link < num_links:
+            load = LinkLoad(link.payload_bytes, sending_s, link.relative_error, uplink)
+            loads[LinkKey(link.link, link.direction)] = load
     return StepLoad(record.step - 1, compute_s, record.loss, not record.skipped, loads)
-
-
-def _link_load(link: LinkRecord) -> LinkLoad:
-    """The load by transmission time; by the time in transit where the transport does not report that."""
-    sending_s, uplink = (link.wire_s, link.sender) if link.wire_s > 0 else (link.busy_s, None)
-    return LinkLoad(link.payload_bytes, sending_s, link.relative_error, uplink)
 
 
 def computing_s(timing: Mapping[str, float]) -> float:

@@ -44,10 +44,9 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecChange:
-    """A link and direction that gets another codec from the next step on.
+    """A link and direction that gets another codec from the next step on; `detail` has the figures.
 
-    `reason`: sending took longest (bottleneck), more bits fit (room), training quality dropped (guard), or the
-    recorded run changed it (replay). `detail` has the figures.
+    Reasons: sending took longest, more bits fit, training quality dropped, or the recorded run changed it.
     """
 
     link: int
@@ -109,13 +108,12 @@ class LinkRecord:
 class StageSplit:
     """Seconds of one step on one stage, in parts that add up to it.
 
-    A stage's step begins with the COMMIT before (or START) and ends with its own COMMIT. Up to PREPARE the worker has
-    measured it (`pipeline/spans.py`); the rest of the step, from commit to commit on the coordinator's clock, it waited
-    for the COMMIT: for slower stages to prepare, and for messages to and from the coordinator. So by construction
+    A stage's step runs from the COMMIT before (or START) to its own COMMIT. Up to PREPARE the worker has measured it
+    (`pipeline/spans.py`); for the rest it waited for the COMMIT, that is for slower stages and the coordinator. So
 
         step = data + forward + backward + encode + decode + waits + optimizer + norms + snapshot + other + commit
 
-    where encode and decode are those on the compute thread; work on other threads is listed apart. On a GPU forward and
+    Encode and decode are those on the compute thread; work on other threads is listed apart. On a GPU forward and
     backward are device times, which overlap with the others, and `other` is then 0 rather than negative.
     """
 
@@ -150,12 +148,6 @@ class StageSplit:
         return sum(self.wait_s.values())
 
     @property
-    def compute_thread_s(self) -> float:
-        """Work of the compute thread, waiting left out."""
-        coding_s = self.encode_s + self.decode_s
-        return self.compute_s + coding_s + self.data_s + self.optimizer_s + self.snapshot_s + self.other_s
-
-    @property
     def codec_s(self) -> float:
         """Encoding and decoding, on any thread."""
         return self.encode_s + self.decode_s + sum(self.beside_s.get(what, 0.0) for what in ("encode", "decode"))
@@ -163,8 +155,9 @@ class StageSplit:
     @property
     def total_s(self) -> float:
         """All parts on the compute thread: the step's time, but for overlaps on a GPU."""
+        work_s = self.compute_s + self.encode_s + self.decode_s + self.data_s + self.optimizer_s + self.snapshot_s
         waits_s = self.frames_s + self.wait_codec_s + self.wait_memory_s + self.commit_s
-        return self.compute_thread_s + waits_s
+        return work_s + self.other_s + waits_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +262,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """A complete checkpoint after `step` steps, or why it failed (`error`)."""
+    """A complete checkpoint after `step` steps, or `error` says why it failed."""
 
     step: int
     nbytes: int

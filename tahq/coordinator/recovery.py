@@ -12,6 +12,7 @@ A stage at position p wants the training frames of step p and of all later ones;
 few steps at a time (`AHEAD`).
 """
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,10 +39,9 @@ TELLING: Mapping[int, type[TahqError]] = {2: UserError, 4: OutOfMemoryError, 5: 
 
 
 def killed(run: RunState, seats: Seats, now_s: float) -> dict[int, str]:
-    """Stages whose processes were killed, with a message; a process that ended otherwise ends the run.
+    """Stages whose processes were killed, with a message.
 
-    Raises:
-        PeerLostError, or the error with the worker's own status where that says more.
+    A process that ended otherwise raises PeerLostError, or the error of its exit status where that says more.
     """
     messages = {}
     for seat in seats:
@@ -51,17 +51,13 @@ def killed(run: RunState, seats: Seats, now_s: float) -> dict[int, str]:
         if end.status == UserError.exit_status and seat.refusal:
             raise UserError(seat.refusal)
         said = f"; {end.last_words}" if end.last_words else ""
-        words = f"{seat.name}: its worker exited with {status_name(end.status)}{_when(run)}{said}"
+        status = f"{end.status} ({signal_name(-end.status)})" if end.status < 0 else end.status
+        words = f"{seat.name}: its worker exited with status {status}{_when(run)}{said}"
         # a signal, or ssh (255) lost its connection
         if end.status in (128 + signal.SIGINT, 128 + signal.SIGTERM) or 0 <= end.status < 128:
             raise TELLING.get(end.status, PeerLostError)(words)
         messages[seat.stage] = words
     return messages
-
-
-def status_name(status: int) -> str:
-    """``status 1``; ``status -9 (SIGKILL)`` for a process that a signal ended."""
-    return f"status {status}" if status >= 0 else f"status {status} ({signal_name(-status)})"
 
 
 def lost_after_s(options: CoordinatorOptions) -> float:
@@ -130,11 +126,7 @@ def check_deadlines(options: CoordinatorOptions, run: RunState, seats: Seats, no
         UserError: workers did not join before training.
         PeerLostError: workers did not connect, did not come back, or did not report.
     """
-    late = []
-    for seat in seats:
-        by_s = deadline_s(options, run, seats, seat)
-        if by_s is not None and now_s > by_s:
-            late.append(seat)
+    late = [seat for seat in seats if now_s > (deadline_s(options, run, seats, seat) or math.inf)]
     stages = stage_list(seat.stage for seat in late)
     if run.phase is RunPhase.JOINING and late and (missing := seats.before(SeatPhase.GREETED)):
         raise UserError(
@@ -225,11 +217,7 @@ def relinks(options: CoordinatorOptions, run: RunState, seats: Seats, stages: fr
 
 
 def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int, Plan]:
-    """PLAN for each stage that has said HELLO and waits for it.
-
-    Raises:
-        UserError: two neighbours that cannot be connected as configured.
-    """
+    """PLAN for each stage that has said HELLO; UserError if two neighbours cannot be connected as configured."""
     rows, orders = link_rows(options, seats), {}
     is_new = run.returning is None
     for seat in (seat for seat in seats if seat.phase is SeatPhase.GREETED):

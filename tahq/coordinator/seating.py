@@ -36,13 +36,7 @@ Raises PeerLostError if that was done too often.
 
 
 class Seating:
-    """Fills and empties seats.
-
-    Args:
-        ctx: the run.
-        restart: see there.
-        settle: called before a seat is emptied: takes note of every complete checkpoint.
-    """
+    """Fills and empties seats; `settle` is called before that, and takes note of every complete checkpoint."""
 
     def __init__(self, ctx: RunContext, restart: Restart, settle: Callable[[], object]) -> None:
         self._ctx, self._run, self._seats = ctx, ctx.run, ctx.seats
@@ -214,11 +208,7 @@ class Seating:
     def lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
         """Empty the seat of a worker that is gone, and have it started again where that is possible.
 
-        Args:
-            stage: its stage.
-            why: in words.
-            is_replaced: whether another worker is there already.
-            is_silent: whether it has been silent long enough for its host to be lost.
+        `is_replaced`: another worker is there already; `is_silent`: it was silent until its host counts as lost.
 
         Raises:
             PeerLostError: it has been started again too often, or the run only measures.

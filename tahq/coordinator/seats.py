@@ -58,8 +58,7 @@ FROM_WORKERS = (SeatEvent.HELLO, SeatEvent.READY)
 class RestorePoint:
     """A checkpoint at which a lost stage can begin again, or the beginning of the run (`snapshot` is "").
 
-    `snapshot` is its folder relative to the run's, `files` its hashes by name; `codecs` are START's rows for this step,
-    `saved_codecs` what `LinkCodecs.saved` returned.
+    `snapshot` is its folder relative to the run's, `files` its hashes by name; `codecs` are START's rows for this step.
     """
 
     step: int
@@ -99,7 +98,6 @@ class Holder:
     host: str = ""
     pid: int = 0
     worker_id: str = ""
-    """Names the successive processes of one worker; empty: unknown."""
     hello: Hello | None = None
     last_seen_s: float = 0.0
     step: int = -1
@@ -203,7 +201,6 @@ class Seats:
             for stage in range(num_stages)
         ]
         self.spares: dict[bytes, Spare] = {}
-        """Workers that wait, in the order in which they came."""
         self.former: dict[bytes, Former] = {}
 
     def __len__(self) -> int:
@@ -257,12 +254,7 @@ class Seats:
         return seat
 
     def advance(self, stage: int, event: SeatEvent, now_s: float) -> Seat:
-        """Move a seat to its next phase.
-
-        Raises:
-            RemoteProtocolError: a worker's message that may not come in this phase.
-            LocalProtocolError: any other event that cannot happen in this phase.
-        """
+        """Move a seat to its next phase; RemoteProtocolError for a worker's message that may not come in this phase."""
         seat = self._seats[stage]
         following = TRANSITIONS.get((seat.phase, event))
         if following is None and event in FROM_WORKERS:

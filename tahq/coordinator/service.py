@@ -41,7 +41,7 @@ from tahq.comm.control.messages import (
 from tahq.comm.control.server import ControlServer
 from tahq.coordinator import copies, gathering, recovery
 from tahq.coordinator.context import CoordinatorOptions, RunContext
-from tahq.coordinator.journal import Journal, NotWritten
+from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name
@@ -277,7 +277,7 @@ class Coordinator:
         for seat in recovery.silent(self._seats, polled_s - lost_s):
             self._seating.lose(seat.stage, recovery.silence(run, seat, lost_s), is_silent=True)
 
-    def _wait_for_journal(self, again: Callable[[], NotWritten | None], failure: NotWritten) -> None:
+    def _wait_for_journal(self, write: Callable[[], None], failure: NotWrittenError) -> None:
         """Repeat a write that failed for want of room or a lock; the step that it belongs to is held back.
 
         Meanwhile signals and processes are attended to, signs of life are noted, and messages are kept for later.
@@ -286,14 +286,13 @@ class Coordinator:
             SnapshotError: it still fails after `run.give_up`.
         """
         ctx, give_up_s, began_s, pause_s = self._ctx, self._ctx.options.give_up_s, self._ctx.clock(), FIRST_PAUSE_S
-        ctx.warn(f"{failure.error}; training waits for {failure.wanted}, for {give_up_s:.0f} s (run.give_up)")
-        still: NotWritten | None = failure
-        while still is not None:
+        ctx.warn(f"{failure}; training waits for {failure.wanted}, for {give_up_s:.0f} s (run.give_up)")
+        is_written = False
+        while not is_written:
             left_s = began_s + give_up_s - ctx.clock()
             if left_s <= 0:
-                raise SnapshotError(
-                    f"{still.error}; waited {give_up_s:.0f} s for {still.wanted} (run.give_up); resume once it is there"
-                )
+                waited = f"waited {give_up_s:.0f} s for {failure.wanted} (run.give_up)"
+                raise SnapshotError(f"{failure}; {waited}; resume once it is there")
             until_s = ctx.clock() + min(pause_s, left_s)
             while ctx.clock() < until_s:
                 for identity, message in ctx.server.poll(POLL_S):
@@ -303,7 +302,12 @@ class Coordinator:
                         self._heard.append((identity, message))
                 self._tick()
                 self._take_signals()
-            still, pause_s = again(), min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            try:
+                write()
+                is_written = True
+            except NotWrittenError as error:
+                failure = error
         ctx.warn(f"the journal is written after {ctx.clock() - began_s:.1f} s: training goes on")
 
     # -- joining and coming back -----------------------------------------------------------------

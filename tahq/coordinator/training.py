@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotParts:
-    """Every stage's part of a checkpoint, by stage.
-
-    `base` is the step of the checkpoint at which lost stages may have to begin again, None: this one.
-    """
+    """Every stage's part of a checkpoint; lost stages may have to begin at that of step `base`, None: at this one."""
 
     point: RestorePoint
     parts: tuple[Snapshotted, ...]
@@ -183,7 +180,6 @@ class Training:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
 
     def _point_after(self, commit: Commit) -> RestorePoint:
-        """The checkpoint after a step, without files, with the codecs from then on."""
         return RestorePoint(commit.step + 1, codecs=self._codecs.start_rows(), saved_codecs=self._codecs.saved())
 
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
@@ -237,11 +233,7 @@ class Training:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def snapshotted(self, seat: Seat, part: Snapshotted) -> None:
-        """Take a stage's part of a checkpoint; the last one begins its publication.
-
-        Raises:
-            RemoteProtocolError: it was not asked for.
-        """
+        """Take a stage's part of a checkpoint, which was asked for; the last one begins its publication."""
         run, seats = self._run, self._seats
         if not recovery.owes_part(run, seat, part.step):
             if self._is_continued:
@@ -266,13 +258,9 @@ class Training:
         return parts.error
 
     def settle_published(self, *, wait: bool = False) -> bool:
-        """Take note of the checkpoints that were published since; with `wait`, of all that are complete.
+        """Take note of checkpoints that were published or failed; with `wait`, of all that are complete.
 
-        Returns:
-            Whether there was one, or one that failed.
-
-        Raises:
-            UserError: the run's folder is gone.
+        Returns whether there was one. Raises UserError if the run's folder is gone.
         """
         is_any = False
         while self._publishing and (wait or self._publishing[0][1].done()):
@@ -317,9 +305,7 @@ class Training:
         copies.published(self._run, self._seats)
 
     def turn_back(self) -> None:
-        """Undo every step after the newest whole checkpoint that is older than the base.
-
-        Before the first step only the place where the run will begin changes.
+        """Undo every step after the newest whole checkpoint that is older than the base, or begin there.
 
         Raises:
             SnapshotError: there is none, or its configuration is another.
@@ -344,14 +330,8 @@ class Training:
                 run.next_sample -= (options.start_step - point.step) * options.training.global_batch
             ctx.options = replace(options, start_step=point.step)
         if ctx.journal.is_of(options.run_id, options.config_hash):
-            begins: dict[str, Any] = {
-                "step": point.step,
-                "snapshot": point.snapshot,
-                "files": files,
-                "codecs": saved,
-                "newest": {},
-            }
-            ctx.journal.begin(replace(ctx.journal.facts, **begins))
+            begins = replace(ctx.journal.facts, step=point.step, snapshot=point.snapshot, files=files, codecs=saved)
+            ctx.journal.begin(replace(begins, newest={}))
         ctx.observer.turned_back(point.step)
 
     def copied(self, holder: Seat, copied: Copied) -> None:
@@ -364,11 +344,7 @@ class Training:
         self.settle_copies()
 
     def settle_copies(self) -> bool:
-        """Make the checkpoint that is copied now the base, if it is complete, and order the next copies.
-
-        Returns:
-            Whether the base has moved.
-        """
+        """Make the checkpoint that is copied now the base, if complete, and order copies; whether the base moved."""
         ctx, run, seats, target = self._ctx, self._run, self._seats, self._run.copying
         if run.phase not in WITH_STEPS:
             return False
