@@ -23,16 +23,11 @@ from tahq.randomness import derive_seed
 class StepBatch:
     """The samples of one step."""
 
-    tokens: torch.Tensor
-    """int64 [B, S]."""
-    labels: torch.Tensor
-    """int64 [B, S], the token after each, or −100 where there is no loss."""
-    sample_ids: torch.Tensor
-    """int64 [B]."""
-    num_tokens: int
-    """Labels that count."""
-    digest: str
-    """Hex BLAKE2b over the three, the same on every stage that derived the same batch."""
+    tokens: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S], the token after each, or −100 where there is no loss
+    sample_ids: torch.Tensor  # int64 [B]
+    num_tokens: int  # Labels that count
+    digest: str  # Hex BLAKE2b over the three, the same on every stage that derived the same batch
     micro_batch_size: int
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,8 +31,7 @@ from tahq.data.token_stream import TokenStream, cached_tokens, check_vocabulary,
 from tahq.data.tokenizer import TokenArray, Tokenizer, token_dtype
 from tahq.errors import DataError
 
-NO_LOSS = -100
-"""Label of a position that is not scored."""
+NO_LOSS = -100  # Label of a position that is not scored
 
 I64 = npt.NDArray[np.int64]
 
@@ -165,8 +164,7 @@ class TextPair(NamedTuple):
 
     prompt: str
     response: str
-    place: str
-    """``file:line``, for messages."""
+    place: str  # ``file:line``, for messages
 
 
 def _read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:  # only imported where a tokenizer needs it
 
 _log = logging.getLogger(__name__)
 
-TokenArray = npt.NDArray[Any]
-"""1-D array of uint8, uint16 or uint32, as `token_dtype` says."""
+TokenArray = npt.NDArray[Any]  # 1-D array of uint8, uint16 or uint32, as `token_dtype` says
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Bytes that byte-level BPE writes as the Latin-1 character of the same number."""
 _TOKENIZER_CONFIG = {
@@ -53,14 +52,10 @@ _BATCH_CHARACTERS = 2**22
 class Tokenizer(ABC):
     """The interface of tokenizers."""
 
-    vocab_size: int
-    """One above the highest id."""
-    end_of_document: int | None
-    """The id put after each document; None: the tokenizer has none."""
-    fingerprint: str
-    """Hex hash of what the tokenizer is made of."""
-    cache_key: str | None
-    """A key under which encodings may be cached; None: encoding is cheaper than reading a cache."""
+    vocab_size: int  # One above the highest id
+    end_of_document: int | None  # The id put after each document; None: the tokenizer has none
+    fingerprint: str  # Hex hash of what the tokenizer is made of
+    cache_key: str | None  # A key under which encodings may be cached; None: encoding is cheaper than reading a cache
 
     @abstractmethod
     def encode(self, text: str) -> TokenArray:

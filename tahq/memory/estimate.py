@@ -40,13 +40,10 @@ class StepNumbers:
     optimizer_nbytes: Callable[[Iterable[tuple[int, ...]]], int]
     checkpoint_blocks: bool
     frame_nbytes: int
-    kept_code_nbytes: int = 0
-    """Bytes of FP8 codes per element of a block's matrix (`memory.coat.keep_weight_codes`)."""
+    kept_code_nbytes: int = 0  # Bytes of FP8 codes per element of a block's matrix (`memory.coat.keep_weight_codes`)
     low_rank: LowRankSettings | None = None
-    splits_backward: bool = False
-    """Whether gradients of weights are computed separately from those of inputs."""
-    put_off: int = 0
-    """Micro-batches in flight that only lack gradients of weights."""
+    splits_backward: bool = False  # Whether gradients of weights are computed separately from those of inputs
+    put_off: int = 0  # Micro-batches in flight that only lack gradients of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,7 @@ class StageMemory:
     activations: int
     boundary: int
     workspace: int
-    copies: int = 0
-    """Part of `weights`: autocast's copies and FP8 codes of matrices, which are not checkpointed."""
+    copies: int = 0  # Part of `weights`: autocast's copies and FP8 codes of matrices, which are not checkpointed
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind; their sum is the total."""

@@ -25,8 +25,7 @@ from tahq.models.partition import BlockRange
 _FP32 = 4
 _BF16 = 2
 _FP8 = 1
-_WRITTEN_OUT = "gelu_new"
-"""GPT-2's own activation, in eight operations."""
+_WRITTEN_OUT = "gelu_new"  # GPT-2's own activation, in eight operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,7 @@ class MicroBatchShape:
     micro_batch: int
     seq_len: int
     bf16: bool = False
-    coat: bool = False
-    """`memory.activations: coat`."""
+    coat: bool = False  # `memory.activations: coat`
     coat_gradient_nbytes: int = 0
     """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
     copies_weights: bool = True

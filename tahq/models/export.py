@@ -30,8 +30,7 @@ _MAX_GENERATION_NBYTES = 2**20
 class SavedTokenizer(Protocol):
     """The part of a tokenizer that export needs."""
 
-    end_of_document: int | None
-    """The end-of-sequence token; None: there is none."""
+    end_of_document: int | None  # The end-of-sequence token; None: there is none
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files."""

@@ -11,8 +11,7 @@ from typing import Any
 
 from tahq.errors import ModelError
 
-HfConfig = Any
-"""A transformers configuration; Any, so that checking types does not import transformers."""
+HfConfig = Any  # A transformers configuration; Any, so that checking types does not import transformers
 
 
 def head_dim(config: HfConfig) -> int:
@@ -48,25 +47,20 @@ def _llama_block_weights(config: HfConfig) -> int:
 class FamilyLayout:
     """One family: its classes in transformers, parameter names and configuration keys; the defaults are Llama's."""
 
-    name: str
-    """Of its package and modules: `transformers.models.<name>.modeling_<name>`."""
-    class_prefix: str
-    """`GPT2` of `GPT2Config`; endings of other classes follow."""
+    name: str  # Of its package and modules: `transformers.models.<name>.modeling_<name>`
+    class_prefix: str  # `GPT2` of `GPT2Config`; endings of other classes follow
     window: Callable[[HfConfig, int], int | None] = lambda config, block: None
     """(configuration, block) -> positions that it attends to, its own included; None: all before it."""
     lm_ending: str = "ForCausalLM"
     block: str = "DecoderLayer"
     norm: str = "RMSNorm"
-    rotary: str | None = "RotaryEmbedding"
-    """None: positions are learned."""
-    trunk: str = "model"
-    """Name of the model below the head; the next four are names within it."""
+    rotary: str | None = "RotaryEmbedding"  # None: positions are learned
+    trunk: str = "model"  # Name of the model below the head; the next four are names within it
     embedding: str = "embed_tokens"
     positions: str | None = None
     blocks: str = "layers"
     final_norm: str = "norm"
-    norm_epsilon: str = "rms_norm_eps"
-    """Configuration key, as the next three."""
+    norm_epsilon: str = "rms_norm_eps"  # Configuration key, as the next three
     dropouts: tuple[str, ...] = ("attention_dropout",)
     embedding_dropout: str | None = None
     sizes: Mapping[str, str] = field(

@@ -20,8 +20,7 @@ from tahq.models.weights import FolderWeights, one_line, read_json
 CONFIG_FILE = "config.json"
 _MAX_CONFIG_NBYTES = 2**20
 _MAX_SIZES = {"num_layers": 2**14}
-_MAX_SIZE = 2**24
-"""Largest value of every other size; the product of any two, in bytes, stays far below 2⁶³."""
+_MAX_SIZE = 2**24  # Largest value of every other size; the product of any two, in bytes, stays far below 2⁶³
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,6 @@ class BlockRange:
     stop: int
     num_layers: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop <= self.num_layers:
-            raise ModelError(
-                f"blocks [{self.start}, {self.stop}) do not lie within the model's {self.num_layers}, or are none"
-            )
-
     @property
     def first(self) -> bool:
         """Whether the embedding belongs to this range."""
@@ -118,8 +112,7 @@ def _cheapest_sizes(costs: LayerCosts, num_stages: int) -> list[int]:
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
-        raise ModelError(f"costs must be finite and not negative, got {list(costs)}")
+    """Costs, finite and not negative, over their common denominator."""
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     common = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (common // denominator) for numerator, denominator in ratios]

@@ -22,8 +22,7 @@ from tahq.models.slice import ModelSlice
 INPUT_GRADIENT_SHARE = 0.5
 """Share of a split backward: its two matrix products, for the input and for the weights, have equal size."""
 
-_NUM_ROWS = 257
-"""Rows of the table that replaces the embedding."""
+_NUM_ROWS = 257  # Rows of the table that replaces the embedding
 
 
 class SleepingSlice(ModelSlice):
@@ -33,11 +32,19 @@ class SleepingSlice(ModelSlice):
     """
 
     def __init__(
-        self, spec: ModelSpec, blocks: BlockRange, random: RandomContext, *, forward_s: float, backward_s: float
+        self,
+        spec: ModelSpec,
+        blocks: BlockRange,
+        forward_s: float,
+        backward_s: float,
+        *,
+        device: torch.device | str,
+        random: RandomContext,
     ) -> None:
         super().__init__(spec, blocks, random)
         self.table: torch.Tensor
         self.forward_s, self.backward_s = forward_s, backward_s
+        self.materialise(torch.device(device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Int64 tokens [B, S] or hidden states [B, S, C] to hidden states [B, S, C] or logits [B, S, V], in time."""
@@ -90,18 +97,3 @@ def _resized(hidden: torch.Tensor, num_channels: int) -> torch.Tensor:
         return hidden.repeat(1, 1, repeats)[..., :num_channels]
     folds = torch.split(hidden, num_channels, dim=-1)
     return sum((nn.functional.pad(part, (0, num_channels - part.shape[-1])) for part in folds[1:]), folds[0])
-
-
-def build_sleeping_slice(
-    spec: ModelSpec,
-    block_range: BlockRange,
-    forward_s: float,
-    backward_s: float,
-    *,
-    device: torch.device | str,
-    random: RandomContext,
-) -> SleepingSlice:
-    """A slice on `device` with these times per micro-batch."""
-    model = SleepingSlice(spec, block_range, random, forward_s=forward_s, backward_s=backward_s)
-    model.materialise(torch.device(device))
-    return model

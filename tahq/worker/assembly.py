@@ -29,7 +29,7 @@ from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
-from tahq.models.sleeping_slice import build_sleeping_slice
+from tahq.models.sleeping_slice import SleepingSlice
 from tahq.models.slice import ModelSlice, Parts, build_slice
 from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
@@ -104,7 +104,7 @@ def chunk_module(
     if config.model.sleep is not None:
         naps = config.model.sleep.of(chunk % config.pipeline.stages)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
-        return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
+        return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
     return _slice(config, spec, blocks, device, random, weights)
 
 

@@ -26,7 +26,7 @@ from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.sleeping_slice import build_sleeping_slice
+from tahq.models.sleeping_slice import SleepingSlice
 from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE
 from tahq.pipeline.gradients import summed_cross_entropy
@@ -267,7 +267,7 @@ class ComputeMeasurement:
         self._working(f"timing the stage's sleep, micro-batches of {micro_batch}")
         blocks = block_ranges(self._config, self._spec)[self._stage]
         sleep = self._config.model.sleep.of(self._stage)
-        model = build_sleeping_slice(self._spec, blocks, *sleep, device=self._device, random=RandomContext(0))
+        model = SleepingSlice(self._spec, blocks, *sleep, device=self._device, random=RandomContext(0))
         forward_s, backward_s, _ = self._timed(model, micro_batch)
         return forward_s / len(blocks), backward_s / len(blocks)
 

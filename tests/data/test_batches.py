@@ -174,14 +174,6 @@ def test_permutation_equals_golden(golden):
     golden("data_permutation.txt", "".join(f"n={n} key={key}: {places.tolist()}\n" for n, key, places in rows))
 
 
-def test_permutation_refuses_sizes_and_positions_out_of_range():
-    for n in (0, -1, 2**62 + 1):
-        with pytest.raises(ValueError, match="items"):
-            Permutation(n, key=0)
-    with pytest.raises(ValueError, match="position 5 is not below 5"):
-        Permutation(5, key=0)(np.array([5]))
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("origin", [Cursor(), Cursor(step=3, sample=7, num_train_samples=10)])
 def test_stage_without_data_knows_the_samples_of_every_micro_batch(tmp_path, byte_dataset, shuffle, origin):

@@ -63,14 +63,6 @@ def test_exported_bytes_give_the_same_ids_in_transformers(auto_bytes, text):
     assert auto_bytes.decode(ids) == text
 
 
-def test_exported_bytes_have_every_id_and_end_documents_with_zero(auto_bytes):
-    assert len(auto_bytes) == 256
-    assert auto_bytes.eos_token_id == auto_bytes.pad_token_id == 0
-    pieces = auto_bytes.convert_ids_to_tokens(list(range(256)))
-    assert len(set(pieces)) == 256
-    assert auto_bytes.convert_tokens_to_ids(pieces) == list(range(256))
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_exported_bytes_survive_beside_a_model(exported_bytes, tmp_path, model_type):
     from transformers import AutoTokenizer

@@ -80,16 +80,6 @@ def test_weights_move_by_the_moments_before_rounding():
     assert (errors <= 1e-5 * path + 2**-22 / RATE).all()  # the first step has no rounding before it
 
 
-def test_blocks_do_not_affect_each_other():
-    whole, first, second = (Parameter(normal((1000,), 0)[part]) for part in (slice(None), slice(512), slice(512, None)))
-    optimizer = all_coded([whole, first, second])
-    for step in range(5):
-        whole.grad = gradient((1000,), step)
-        first.grad, second.grad = whole.grad[:512].clone(), whole.grad[512:].clone()
-        optimizer.step()
-    assert torch.equal(whole, torch.cat([first, second]))
-
-
 def test_result_does_not_depend_on_the_size_of_slices(monkeypatch):
     def trained():
         parameter = Parameter(normal((5000,), 0))

@@ -316,13 +316,6 @@ def test_a_subspace_that_turns_and_a_rule_that_is_not_lazy_keep_the_gap():
     assert at == [0, 5, 10, 15]
 
 
-def test_ranks():
-    assert rank_of((512, 2048), None) == 128
-    assert rank_of((5, 9), None) == 2
-    assert rank_of((1, 9), None) == 1
-    assert rank_of((8, 4), 100) == 4
-
-
 # -- storage in INT4 --
 
 

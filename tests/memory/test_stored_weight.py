@@ -59,14 +59,6 @@ def test_extremes_of_fp32_neither_overflow_nor_widen_a_range():
     assert (decoded(torch.full((10,), 1e-40)) == 0).all()
 
 
-def test_decoding_to_bf16_rounds_the_exact_value_once():
-    weight = stored(normal(1000, seed=5))
-    exact = weight.decoded(torch.float32)
-    steps = weight.codes.double() - weight.zero.double().repeat_interleave(256)[:1000]
-    assert torch.equal(exact.double(), steps * weight.scale.double().repeat_interleave(256)[:1000])
-    assert torch.equal(weight.decoded(BF16), exact.bfloat16())
-
-
 @pytest.mark.parametrize("kind", ["int8", "bf16"])
 def test_mean_of_stochastic_roundings_is_the_value(kind):
     """Of each element, the largest and smallest of an INT8 group included: none may be clamped."""

@@ -10,7 +10,7 @@ from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.sleeping_slice import build_sleeping_slice
+from tahq.models.sleeping_slice import SleepingSlice
 
 B, S, C = 2, 8, 16
 
@@ -19,7 +19,7 @@ def sleeping(block, num_layers=3, vocab_size=20, forward_s=0.0, backward_s=0.0):
     config = ModelConfig(family="gpt2", num_layers=num_layers, hidden_size=C, num_heads=2, vocab_size=vocab_size)
     spec = load_spec(config, vocab_size=vocab_size, seq_len=S)
     blocks = BlockRange(block, block + 1, num_layers)
-    return build_sleeping_slice(spec, blocks, forward_s, backward_s, device="cpu", random=RandomContext(5))
+    return SleepingSlice(spec, blocks, forward_s, backward_s, device="cpu", random=RandomContext(5))
 
 
 def test_forward_and_backward_take_the_configured_time_and_little_cpu():

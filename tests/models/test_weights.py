@@ -122,11 +122,3 @@ def test_a_damaged_index_is_refused(index, message, model_folder):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=message):
         load_parts(folder)
-
-
-def test_a_truncated_file_is_refused(model_folder):
-    folder, _ = model_folder("llama")
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="not a readable safetensors file"):
-        load_parts(folder)

@@ -20,7 +20,7 @@ from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.sleeping_slice import build_sleeping_slice
+from tahq.models.sleeping_slice import SleepingSlice
 from tahq.pipeline.boundary import Boundary, CutIdentity
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule.generators import generate
@@ -66,7 +66,7 @@ def engines(schedule: Schedule, network: ShuffledNetwork) -> list[StageEngine]:
 
     def chunk(number: int) -> Chunk:
         blocks = BlockRange(number, number + 1, schedule.num_chunks)
-        module = build_sleeping_slice(spec, blocks, 0.0, 0.0, device=CPU, random=RandomContext(0))
+        module = SleepingSlice(spec, blocks, 0.0, 0.0, device=CPU, random=RandomContext(0))
         incoming = cuts[number - 1][1] if number else None
         return Chunk(module, incoming, cuts[number][0] if number + 1 < schedule.num_chunks else None)
 

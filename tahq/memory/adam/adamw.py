@@ -42,8 +42,7 @@ if TYPE_CHECKING:  # needs triton
 
 _ALIGNMENT = 16
 _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
-SLICE = 1 << 18
-"""Elements computed at a time, so that temporaries stay small: a multiple of every block."""
+SLICE = 1 << 18  # Elements computed at a time, so that temporaries stay small: a multiple of every block
 
 
 class BlockwiseAdamW(AdamwLoop):

@@ -29,15 +29,11 @@ from functools import lru_cache
 import torch
 
 CPU = torch.device("cpu")
-BLOCK = 256
-"""Elements that share a scale."""
-SMALLEST_SCALE = 2.0**-126
-"""Blocks whose largest magnitude is below this, the smallest normal number, are zeros."""
-ZERO_SIGNED = 127
-"""The code of 0 with signs; without it is 0."""
+BLOCK = 256  # Elements that share a scale
+SMALLEST_SCALE = 2.0**-126  # Blocks whose largest magnitude is below this, the smallest normal number, are zeros
+ZERO_SIGNED = 127  # The code of 0 with signs; without it is 0
 _NUM_DECADES = 7
-_LARGEST_NEGATIVE = 127
-"""Index of the largest magnitude with a negative code: −1 has none."""
+_LARGEST_NEGATIVE = 127  # Index of the largest magnitude with a negative code: −1 has none
 
 
 def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,12 +37,9 @@ from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, ROUNDING, ROUNDING_BI
 
 _ELEMENTS = 1024
 """Per program, of several warps: a single warp would look up tables by shuffles, at three times the instructions."""
-_ELEMENTS_PER_WARP = 256
-"""Eight per thread."""
-_ROW = 128
-"""Elements of a block that a warp reads at a time."""
-FACTOR = 4.0
-"""Factor of quotients |x|/s, so that in fp16 the lowest are not too coarse nor the slopes too large."""
+_ELEMENTS_PER_WARP = 256  # Eight per thread
+_ROW = 128  # Elements of a block that a warp reads at a time
+FACTOR = 4.0  # Factor of quotients |x|/s, so that in fp16 the lowest are not too coarse nor the slopes too large
 STEPS: dict[bool, tuple[tuple[float, float, int], ...]] = {
     True: ((1e6 / 9, 1 / 18, 3), *((10.0 ** (6 - i) / 0.9, -1 / 9, 1 << i) for i in range(2, 7))),
     False: (
@@ -116,12 +113,9 @@ def _block(lines: list[str]) -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-ZERO = tl.constexpr(127)
-"""The code of 0 with signs."""
-TABLE = tl.constexpr(256)
-"""Entries of each table: the maps with signs and without, and the borders of either."""
-_HAS_GATHER = tl.constexpr(hasattr(tl, "gather"))
-"""Triton 3.2 has none."""
+ZERO = tl.constexpr(127)  # The code of 0 with signs
+TABLE = tl.constexpr(256)  # Entries of each table: the maps with signs and without, and the borders of either
+_HAS_GATHER = tl.constexpr(hasattr(tl, "gather"))  # Triton 3.2 has none
 _FACTOR = tl.constexpr(FACTOR)
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)

@@ -15,8 +15,7 @@ from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 
 _ELEMENTS = 1024
-_ELEMENTS_PER_WARP = 128
-"""Four per thread: 16 bytes of fp32."""
+_ELEMENTS_PER_WARP = 128  # Four per thread: 16 bytes of fp32
 NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 
 

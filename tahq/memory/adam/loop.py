@@ -17,29 +17,21 @@ if TYPE_CHECKING:  # needs triton
 
 State = dict[str, torch.Tensor]
 """An optimizer's state of one parameter, by name; `step` is its number of steps, on the host."""
-Job = tuple[torch.Tensor, Callable[[], None]]
-"""A job, and the tensor by whose size and device it is scheduled."""
-STREAMS = 3
-"""CUDA streams that share the work, the caller's included."""
-_ALIGNMENT = 16
-"""Bytes: kernels are compiled for tensors that begin at a multiple of it."""
+Job = tuple[torch.Tensor, Callable[[], None]]  # A job, and the tensor by whose size and device it is scheduled
+STREAMS = 3  # CUDA streams that share the work, the caller's included
+_ALIGNMENT = 16  # Bytes: kernels are compiled for tensors that begin at a multiple of it
 
 
 class AdamwNumbers(NamedTuple):
     """The scalars of one step of one parameter in fp64, in the order of the kernels' arguments."""
 
     beta1: float
-    rest1: float
-    """1 − β₁."""
+    rest1: float  # 1 − β₁
     beta2: float
-    rest2: float
-    """1 − β₂."""
-    decay: float
-    """1 − η·λ."""
-    rate: float
-    """η/(1 − β₁^t)."""
-    root_factor: float
-    """1/√(1 − β₂^t)."""
+    rest2: float  # 1 − β₂
+    decay: float  # 1 − η·λ
+    rate: float  # η/(1 − β₁^t)
+    root_factor: float  # 1/√(1 − β₂^t)
     epsilon: float
 
     @classmethod
@@ -64,8 +56,7 @@ class StateSpec:
     is_counter: bool = False
 
 
-StateSpecs = Mapping[str, StateSpec]
-"""By name, such as `exp_avg`."""
+StateSpecs = Mapping[str, StateSpec]  # By name, such as `exp_avg`
 STEP_COUNTER: StateSpecs = {"step": StateSpec((), torch.float32, is_counter=True)}
 
 

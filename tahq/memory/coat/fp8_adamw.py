@@ -46,13 +46,10 @@ CHUNK_GROUPS = 512
 
 
 class Fp8AdamW(AdamwLoop):
-    """AdamW with moments in the formats of `stored`; ValueError for a parameter that is not fp32."""
+    """AdamW of fp32 parameters with moments in the formats of `stored`."""
 
     def __init__(self, params: Any, stored: Fp8AdamWConfig, **defaults: Any) -> None:
         super().__init__(params, partial(fp8_adamw_states, stored), **defaults)
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            if parameter.dtype != torch.float32:
-                raise ValueError(f"fp8_adamw takes parameters in torch.float32, got one in {parameter.dtype}")
         self._stored = stored
 
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":

@@ -87,10 +87,8 @@ _BOTH = """{
     mov.b32 $3, 0;
     mov.b32 $4, 0;
 }"""
-ROWS = 2
-"""Groups per program, of one warp."""
-Kinds = tuple[tuple[bool, int], ...]
-"""For both moments: whether ranges are expanded, and the format's bits of fraction."""
+ROWS = 2  # Groups per program, of one warp
+Kinds = tuple[tuple[bool, int], ...]  # For both moments: whether ranges are expanded, and the format's bits of fraction
 _PUT_8, _PUT_16 = (
     tl.constexpr(
         "{ .reg .b16 low; cvt.u16.u32 low, $2; st.global.bBITS [$1], low; mov.b32 $0, 0; }".replace("BITS", bits)

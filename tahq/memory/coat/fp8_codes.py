@@ -11,14 +11,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-GROUP = 16
-"""Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)."""
+GROUP = 16  # Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-FP8_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
-"""By their name in cluster.yaml."""
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-"""Δmax of each format."""
+FP8_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}  # By their name in cluster.yaml
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # Δmax of each format
 FRACTION_BITS = {E4M3: 3, E5M2: 2}
 SMALLEST_SCALE = 2.0**-120
 """Lower limit of scales, so that a scale and its reciprocal stay within fp32's normal range; zeros stay zeros."""
@@ -40,10 +37,8 @@ def has_fp8_units(device: torch.device) -> bool:
 class GroupCodes(NamedTuple):
     """A tensor [T, C] in groups of 16 along its channels."""
 
-    codes: torch.Tensor
-    """E4M3 [T, C]."""
-    scales: torch.Tensor
-    """bf16 [T, ⌈C/16⌉]."""
+    codes: torch.Tensor  # E4M3 [T, C]
+    scales: torch.Tensor  # bf16 [T, ⌈C/16⌉]
 
 
 class TensorCodes(NamedTuple):
@@ -79,14 +74,10 @@ class TensorCodes(NamedTuple):
 class NormForward(NamedTuple):
     """The results of an RMSNorm's first pass."""
 
-    total: torch.Tensor
-    """Its input, the sum of residual stream and branch, in the stream's dtype."""
-    codes: GroupCodes
-    """The same in groups."""
-    rstd: torch.Tensor
-    """fp32 [T], of the coded input."""
-    maxima: torch.Tensor
-    """Maxima of the output's magnitudes, in no particular order."""
+    total: torch.Tensor  # Its input, the sum of residual stream and branch, in the stream's dtype
+    codes: GroupCodes  # The same in groups
+    rstd: torch.Tensor  # fp32 [T], of the coded input
+    maxima: torch.Tensor  # Maxima of the output's magnitudes, in no particular order
 
 
 def kernels_for(device: torch.device) -> ModuleType:

@@ -43,8 +43,7 @@ from tahq.models.slice import ModelSlice
 class CoatBlock(nn.Module):
     """A Llama layer with the modules and parameters of a transformers layer, under their names, computing in FP8."""
 
-    splits_backward = True
-    """Takes `deferred`: see `ModelSlice`."""
+    splits_backward = True  # Takes `deferred`: see `ModelSlice`
 
     # modules of the transformers layer
     self_attn: Any

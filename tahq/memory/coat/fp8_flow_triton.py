@@ -31,15 +31,13 @@ from tahq.quant.gpu.launch import on_device_of
 
 _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 4096
-_GROUPS_BLOCK = 128
-"""Groups per program of SiLU's kernels: 2048 elements of each tensor."""
+_GROUPS_BLOCK = 128  # Groups per program of SiLU's kernels: 2048 elements of each tensor
 NORM_ELEMENTS_PER_WARP = 1024
 """In a norm's forward: 32 per thread, so that few threads repeat the work done once per row."""
 _TILE = {"M": 64, "N": 128}
 _BACKWARD_PROGRAMS = 256
 """Rows of partial sums of a norm weight's gradient; fixed, so that every device adds in the same order."""
-_EXACT = {"enable_fp_fusion": False}
-"""A fused multiply-add rounds once where the reference rounds twice."""
+_EXACT = {"enable_fp_fusion": False}  # A fused multiply-add rounds once where the reference rounds twice
 
 
 def group_maxima(x: torch.Tensor) -> torch.Tensor:

@@ -40,23 +40,15 @@ from torch.nn import functional
 
 from tahq.memory.coat.fp8_codes import FP8_FORMATS, FRACTION_BITS, LARGEST
 
-NAN = 0x7F
-"""The code of every value that is not finite; torch reads it as NaN too."""
+NAN = 0x7F  # The code of every value that is not finite; torch reads it as NaN too
 STEPS_PER_OCTAVE = 28
 NUM_POWERS = 9 * STEPS_PER_OCTAVE + 1
-UNEXPANDED = 4 * STEPS_PER_OCTAVE
-"""The index of k = 1."""
+UNEXPANDED = 4 * STEPS_PER_OCTAVE  # The index of k = 1
 GROUP = 128
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_SCALE = 2.0**126
-_NUM_CODES = 128
-"""Codes without the sign; those after the last magnitude are NaN."""
+_NUM_CODES = 128  # Codes without the sign; those after the last magnitude are NaN
 _CPU = torch.device("cpu")
-
-
-def power(index: int) -> float:
-    """k by its index: 1/16 … 32."""
-    return float(2.0 ** (index / STEPS_PER_OCTAVE - 4))
 
 
 def magnitudes(fp8: torch.dtype) -> np.ndarray:
@@ -95,7 +87,7 @@ def moment_format(name: str, expand: bool, device: torch.device = _CPU) -> Momen
     """
     fp8 = FP8_FORMATS[name]
     shares = magnitudes(fp8) / LARGEST[fp8]
-    inverses = np.array([1 / power(index) for index in range(NUM_POWERS)])[:, None]
+    inverses = np.array([1 / 2.0 ** (index / STEPS_PER_OCTAVE - 4) for index in range(NUM_POWERS)])[:, None]
     values = np.full((NUM_POWERS, _NUM_CODES), np.nan, np.float32)
     values[:, : len(shares)] = shares**inverses
     uppers = np.full((NUM_POWERS, _NUM_CODES), np.inf, np.float32)
@@ -134,8 +126,7 @@ class StoredMoment(NamedTuple):
     by: MomentFormat
 
 
-Moments = tuple[StoredMoment, StoredMoment]
-"""m and v."""
+Moments = tuple[StoredMoment, StoredMoment]  # m and v
 
 
 def num_groups(numel: int) -> int:
@@ -156,7 +147,7 @@ def encode(groups: torch.Tensor, by: MomentFormat) -> tuple[torch.Tensor, torch.
     """
     is_finite = groups.isfinite()
     sizes = _without_subnormals(torch.where(is_finite, groups.abs(), 0.0))
-    scales = stored_scales(sizes.amax(1))
+    scales = sizes.amax(1).clamp(max=LARGEST_SCALE).to(torch.bfloat16)
     wide = scales.float()
     ratios = _without_subnormals(sizes * torch.where(wide > 0, 1.0 / wide, 0.0)[:, None])
     powers = _powers(ratios, by)
@@ -168,11 +159,6 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, powers: torch.Tensor | Non
     """x = ±M·(code/Δmax)^(1/k): fp32 [P, 128] from codes uint8 [P, 128], scales bf16 [P], powers uint8 [P]."""
     rows = UNEXPANDED if powers is None else powers.long()[:, None]
     return by.values.take(codes.long() + 256 * rows) * scales.float()[:, None]
-
-
-def stored_scales(largest: torch.Tensor) -> torch.Tensor:
-    """The stored M: bf16 [P] of the largest finite magnitudes, fp32 [P], 0 or normal."""
-    return largest.clamp(max=LARGEST_SCALE).to(torch.bfloat16)
 
 
 def _without_subnormals(x: torch.Tensor) -> torch.Tensor:

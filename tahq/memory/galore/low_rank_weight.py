@@ -37,10 +37,8 @@ from tahq.randomness import derive_seed
 
 MomentType = Literal["int8", "fp32"]
 WeightType = Literal["int8", "bf16", "fp32"]
-_WHOLE = 2**63
-"""A rank large enough that nothing is projected."""
-_NUMBERS = ("step", "gap", "similarities")
-"""States that are numbers, made for each checkpoint."""
+_WHOLE = 2**63  # A rank large enough that nothing is projected
+_NUMBERS = ("step", "gap", "similarities")  # States that are numbers, made for each checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,7 @@ class LowRankSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     seed: int = 0
-    ends: WeightType = "fp32"
-    """Embedding and head: with fp32 they stay ordinary parameters."""
+    ends: WeightType = "fp32"  # Embedding and head: with fp32 they stay ordinary parameters
     is_end: bool = False
     """Whether these are for embedding or head, whose bf16 is rounded stochastically too, unlike GaLore's."""
 

@@ -136,8 +136,7 @@ class _Rows(torch.autograd.Function):
         return None, None, None, None
 
 
-_CONV1D = "Conv1D"
-"""transformers' linear layer with a transposed weight; by name, so that it need not be imported."""
+_CONV1D = "Conv1D"  # transformers' linear layer with a transposed weight; by name, so that it need not be imported
 
 
 @dataclass(frozen=True, slots=True)

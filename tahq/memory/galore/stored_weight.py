@@ -42,20 +42,14 @@ from torch.nn import functional
 from tahq.quant.stochastic_rounding import hashes, shift_right
 
 GROUP = 256
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal number; also the scale of a group of zeros."""
+SMALLEST_SCALE = 2.0**-126  # The smallest normal number; also the scale of a group of zeros
 STEPS = 240
-MARGIN = 7
-"""Spare codes at either end of a new grid."""
+MARGIN = 7  # Spare codes at either end of a new grid
 TOP_CODE = 255
-FINER = 0.75
-"""A grid is replaced where a new one would have a step below this share of its step."""
-OFFSET = 128
-"""Codes and zero-points from 0 to 255 are stored in int8 minus this."""
-_SLAB = 2**20
-"""Elements that plain torch updates at a time, with temporaries of up to 40 bytes each."""
-_LOST_BITS = 16
-"""Bits of fp32's mantissa that bf16 lacks."""
+FINER = 0.75  # A grid is replaced where a new one would have a step below this share of its step
+OFFSET = 128  # Codes and zero-points from 0 to 255 are stored in int8 minus this
+_SLAB = 2**20  # Elements that plain torch updates at a time, with temporaries of up to 40 bytes each
+_LOST_BITS = 16  # Bits of fp32's mantissa that bf16 lacks
 
 
 def num_groups(numel: int) -> int:

@@ -198,8 +198,7 @@ class LazySubspace:
         self, shape: tuple[int, int], device: torch.device, kind: ProjectionType, rule: LazyRule, svd: SvdMethod
     ) -> None:
         self.gap = rule.gap
-        self.refreshed_at = _NEVER
-        """Step of the last search; -1: there has been none."""
+        self.refreshed_at = _NEVER  # Step of the last search; -1: there has been none
         self.num_searches = 0
         self._rule, self._svd, self._rank = rule, svd, shape[0]
         self._new = partial(new_projection, kind, shape, device)
