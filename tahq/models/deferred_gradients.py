@@ -113,7 +113,6 @@ class _Recording(TorchFunctionMode):
 
 
 def _linear_arguments(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """Of `F.linear`, however they are passed."""
     return input, weight, bias
 
 

@@ -96,7 +96,6 @@ def _write_config(spec: ModelSpec, folder: Path, eos: int | None) -> None:
 def _write_shards(
     folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[str], torch.Tensor], max_nbytes: int
 ) -> None:
-    """Write the parameters to one file, or to several and an index."""
     shards: list[list[str]] = []
     nbytes = 0
     for name, shape in shapes.items():

@@ -113,7 +113,6 @@ def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: 
 
 
 def _config_from_sizes(config: ModelConfig, *, vocab_size: int, seq_len: int) -> tuple[FamilyLayout, HfConfig]:
-    """The configuration of a model with random weights."""
     assert config.family is not None, "ModelConfig requires a family without a path"
     layout = FAMILIES[config.family]
     keys = _size_keys(config, layout, vocab_size, seq_len)

@@ -1,7 +1,6 @@
 """A low-rank weight against AdamW, against GaLore written out, and through skipped steps; and its subspace."""
 
 import math
-from collections import deque
 
 import pytest
 import torch
@@ -263,28 +262,19 @@ def test_similarity_ignores_the_sign_and_knows_nothing_of_zeros():
     assert similarity(torch.zeros(3, 6), basis) == 0.0
 
 
-def paper_gaps(similarities, *, gap, queue, threshold, cap):
-    """Q-GaLore §3.2, transcribed: starting with an interval t, the similarities of the previous k intervals; if they
-    remain greater than the threshold, t → 2t. With a cap."""
-    previous, gaps = deque(maxlen=queue), []
-    for cosine in similarities:
-        previous.append(cosine)
-        if len(previous) == queue and all(c >= threshold for c in previous) and gap < cap:
-            gap = min(2 * gap, cap)
-        gaps.append(gap)
-    return gaps
-
-
-def test_gaps_equal_the_papers_rule():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        cosines = (torch.rand(30, generator=generator) * 0.8 + 0.2).tolist()
-        gap, kept, found = 200, [], []
-        for cosine in cosines:
-            kept = [*kept, cosine][-5:]
-            gap = LazyRule(queue=5, threshold=0.4, max_gap=3000).next_gap(gap, kept)
-            found.append(gap)
-        assert found == paper_gaps(cosines, gap=200, queue=5, threshold=0.4, cap=3000)
+@pytest.mark.parametrize(
+    ("gap", "similarities", "expected"),
+    [
+        (200, [0.5] * 4, 200),
+        (200, [0.3, *[0.5] * 5], 400),
+        (200, [0.5, 0.5, 0.39, 0.5, 0.5], 200),
+        (400, [0.9] * 5, 700),
+        (700, [0.9] * 5, 700),
+    ],
+)
+def test_gap_doubles_after_as_many_similarities_as_the_queue_holds(gap, similarities, expected):
+    """Q-GaLore §3.2, with a limit."""
+    assert LazyRule(queue=5, threshold=0.4, max_gap=700).next_gap(gap, similarities) == expected
 
 
 def searched(rule, num_steps, gradient_at):

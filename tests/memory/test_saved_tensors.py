@@ -1,6 +1,5 @@
 """The counted bytes, against what autograd saves in fact."""
 
-import gc
 from types import FunctionType
 
 import pytest
@@ -122,26 +121,6 @@ def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, ends):
     )
     shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False, copies_head=ends == "fp32")
     check_count(spec, blocks, shape, module)
-
-
-def live_nbytes() -> int:
-    """Bytes of all storages that Python can reach through a tensor; checkpointing keeps its inputs there."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.device.type == "cpu"]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-def test_checkpointing_keeps_the_inputs_of_blocks():
-    spec, blocks = make_spec("gpt2"), BlockRange(0, 2, 3)
-    module = make_slice(spec, blocks=blocks)
-    module.checkpoint_blocks = True
-    before = live_nbytes()
-    x, y = run_forward(module, blocks, bf16=False)
-    kept = live_nbytes() - before
-    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN), checkpoint_blocks=True)
-    # What the caller holds beside: the output. The positions' 8·S bytes are saved where Python sees nothing.
-    assert counted == pytest.approx(kept - y.untyped_storage().nbytes(), rel=TOLERANCE)
-    assert x.shape == (MICRO_BATCH, SEQ_LEN)
 
 
 @pytest.mark.parametrize(("split", "num_copies"), [(False, 2), (True, 0)], ids=["whole", "split"])

@@ -33,14 +33,9 @@ def ratios_(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def power_index(ratios: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """k = log(Δmax/Δmin) / log(M/min|x|) (COAT §4.2), min over what is not 0, in [1/16, 32], down to 2^(j/28 − 4).
+    """j of k = log(Δmax/Δmin) / log(M/min|x|) (COAT §4.2), min over what is not 0, in [1/16, 32], down to 2^(j/28 − 4).
 
-    Args:
-        ratios: |x|/M of groups, fp64 [P, 128].
-        magnitudes: of the format, fp64, rising from 0.
-
-    Returns:
-        j, int64 [P]; 112 (k = 1) where max = min.
+    `ratios`: |x|/M of groups, fp64 [P, 128]. int64 [P]; 112 (k = 1) where max = min.
     """
     smallest = torch.where(ratios > 0, ratios, torch.inf).amin(1)
     k = torch.log(magnitudes[-1] / magnitudes[1]) / torch.log(smallest.clamp(max=1.0)).abs()  # ∞ at ratio 1, so 32

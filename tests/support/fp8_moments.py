@@ -83,14 +83,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class Trained:
-    """Weights and moments in eight bits after some steps, all [N], in the middle of longer buffers.
-
-    Args:
-        step: what takes a step.
-        numel: N.
-        formats: of both moments, by name.
-        device: where all of it is; gradients are the same everywhere.
-    """
+    """Weights and moments in eight bits after some steps by `step`, all [N], in the middle of longer buffers."""
 
     MARGIN = 512
 

@@ -124,7 +124,6 @@ def step_in_torch(
 def _advance(
     weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
 ) -> None:
-    """One step in place, with fp32 moments."""
     gradient = gradient.float()
     m.mul_(numbers.beta1).add_(gradient * numbers.rest1)
     v.mul_(numbers.beta2).add_(gradient.square().mul_(numbers.rest2))

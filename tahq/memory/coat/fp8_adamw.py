@@ -116,7 +116,6 @@ def _adamw(
 
 
 def _chunk(moment: StoredMoment, start: int) -> StoredMoment:
-    """A view of CHUNK_GROUPS groups from element `start` on."""
     groups = slice(start // GROUP, start // GROUP + CHUNK_GROUPS)
     powers = None if moment.powers is None else moment.powers[groups]
     return StoredMoment(moment.codes[start : start + CHUNK_GROUPS * GROUP], moment.scales[groups], powers, moment.by)

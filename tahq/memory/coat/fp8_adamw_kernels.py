@@ -349,7 +349,6 @@ def bind_step(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) 
 
 
 def _tensors(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) -> list[torch.Tensor]:
-    """As the kernel takes them."""
     tensors = [weights, gradients]
     for codes, scales, powers, by in moments:
         powers = codes if powers is None else powers
@@ -358,7 +357,6 @@ def _tensors(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) -
 
 
 def _kinds(moments: Moments) -> tuple[Kinds, bool]:
-    """Formats, and whether codes may be encoded fast."""
     fast = bool(IS_INTERPRETED.value) or has_fp8_units(moments[0].codes.device)
     return tuple((each.by.expand, FRACTION_BITS[each.by.fp8]) for each in moments), fast
 

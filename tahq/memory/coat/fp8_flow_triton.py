@@ -220,7 +220,6 @@ def _group_codes(like: torch.Tensor) -> GroupCodes:
 
 
 def _bits(x: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as integers for the kernels."""
     return x.codes.view(torch.uint8), x.scales.view(torch.int16)
 
 

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from tahq.memory.coat.fp8_codes import FP8_FORMATS, FRACTION_BITS, LARGEST
+from tahq.memory.coat.fp8_codes import FP8_FORMATS, LARGEST
 
 NAN = 0x7F  # The code of every value that is not finite; torch reads it as NaN too
 STEPS_PER_OCTAVE = 28
@@ -108,7 +108,6 @@ def _largest_below_middles(fp8: torch.dtype, inverses: np.ndarray) -> np.ndarray
 
 
 def _rounded(exact: np.ndarray, *, upwards: bool) -> np.ndarray:
-    """fp64 rounded to fp32 in one direction."""
     nearest = exact.astype(np.float32)
     is_wrong = nearest < exact if upwards else nearest > exact
     return np.where(is_wrong, np.nextafter(nearest, np.float32(math.inf if upwards else 0)), nearest)
@@ -151,7 +150,8 @@ def encode(groups: torch.Tensor, by: MomentFormat) -> tuple[torch.Tensor, torch.
     wide = scales.float()
     ratios = _without_subnormals(sizes * torch.where(wide > 0, 1.0 / wide, 0.0)[:, None])
     powers = _powers(ratios, by)
-    codes = _nearest_codes(ratios, powers.long(), by).bitwise_or_(groups.signbit().to(torch.int32) << 7)
+    codes = torch.searchsorted(by.uppers[powers.long()], ratios, out_int32=True)  # of the nearest magnitudes
+    codes.bitwise_or_(groups.signbit().to(torch.int32) << 7)
     return torch.where(is_finite, codes, NAN).to(torch.uint8), scales, powers.to(torch.uint8)
 
 
@@ -172,19 +172,3 @@ def _powers(ratios: torch.Tensor, by: MomentFormat) -> torch.Tensor:
     smallest = torch.where(ratios > 0, ratios, torch.inf).amin(1)
     usable = torch.searchsorted(by.least, smallest, right=True) - 1
     return torch.where(smallest < ratios.amax(1), usable.clamp(min=0), UNEXPANDED)
-
-
-def _nearest_codes(ratios: torch.Tensor, powers: torch.Tensor, by: MomentFormat) -> torch.Tensor:
-    """Codes without signs, int32 [P, 128].
-
-    An estimate of y = Δmax·ratio^k finds the magnitude below it, and the table whether the next one is nearer: as exact
-    as a search, since an estimate that is off by 10⁻⁵ finds one of the two between which the ratio lies.
-    """
-    bits, bias = FRACTION_BITS[by.fp8], 7 if FRACTION_BITS[by.fp8] == 3 else 15
-    y = ratios.pow(by.exponents[powers][:, None]).mul_(LARGEST[by.fp8]).clamp_(max=LARGEST[by.fp8])
-    # Below the smallest normal magnitude the format is linear, as fp32 is in the octave that begins there.
-    smallest_normal, first = 2.0 ** (1 - bias), (127 - bias) << bits
-    is_subnormal = y < smallest_normal
-    places = torch.where(is_subnormal, y + smallest_normal, y).view(torch.int32) >> (23 - bits)
-    codes = places - torch.where(is_subnormal, first + (1 << bits), first)
-    return codes + (ratios > by.uppers.take(codes + _NUM_CODES * powers[:, None]))
