@@ -5,8 +5,7 @@ import torch
 from support.device_waits import host_must_not_wait
 from support.small_slices import different, gradients, make_slice, make_spec, relative_distance
 
-from tahq.memory.coat.fp8_codes import E4M3, E5M2, has_fp8_units
-from tahq.memory.coat.fp8_linear import product
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, has_fp8_units, product
 from tahq.memory.config import CoatConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.slice import ModelSlice

@@ -9,7 +9,7 @@ from support.runs import tiny
 from tahq.comm.control.messages import Assign, MeasureCompute, MeasurePaths
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import RemoteProtocolError
-from tahq.memory.coat.fp8_linear import OutputGradient
+from tahq.memory.coat.fp8_codes import OutputGradient
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig

@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ModelError
+from tahq.memory.coat import fp8_codes
 from tahq.memory.coat import fp8_flow_reference as reference
-from tahq.memory.coat import fp8_linear
-from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
-from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, linear_forward
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, OutputGradient, TensorCodes, WeightCodes, linear_forward
 from tahq.memory.config import CoatConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.slice import ModelSlice
@@ -155,7 +154,7 @@ def test_fp8_units_multiply_the_same_codes(monkeypatch, products):
     # torch multiplies FP8 on a CPU too; the paths for matrix units, transposed codes among them, run there.
     spec = make_spec("llama", intermediate_size=176)
     emulated = gradients(make_slice(spec, CoatConfig(backward_products=products)))
-    monkeypatch.setattr(fp8_linear, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr(fp8_codes, "has_fp8_units", lambda device: True)
     module = make_slice(spec, CoatConfig(backward_products=products))
     on_units = gradients(module)
     for name, value in emulated.items():

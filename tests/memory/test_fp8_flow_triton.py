@@ -10,7 +10,7 @@ from support.interpreter import DEVICE, in_interpreter, on_device, sizes
 from support.samples import normal
 from support.small_slices import gradients, make_slice, make_spec, relative_distance
 
-from tahq.memory.coat import fp8_codes, fp8_linear
+from tahq.memory.coat import fp8_codes
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.config import CoatConfig
 
@@ -75,7 +75,7 @@ def test_every_code_comes_back(kernels):
 @pytest.mark.parametrize("products", ["e5m2", "bf16"])
 def test_a_layer_of_kernels_computes_what_the_reference_does(kernels, monkeypatch, products):
     # As on a device with FP8 units: transposed codes are kept, and torch multiplies FP8.
-    monkeypatch.setattr(fp8_linear, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr(fp8_codes, "has_fp8_units", lambda device: True)
     keys = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 80}
     spec, config = make_spec("llama", **keys), CoatConfig(backward_products=products)
     expected = gradients(make_slice(spec, config), seq_len=8)

@@ -7,8 +7,7 @@ import torch
 from support.small_slices import MICRO_BATCH, SEQ_LEN, VOCAB, make_slice, make_spec, saved_storages
 from torch import nn
 
-from tahq.memory.coat.fp8_codes import TensorCodes
-from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes
+from tahq.memory.coat.fp8_codes import OutputGradient, TensorCodes, WeightCodes
 from tahq.memory.config import CoatConfig
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import build_low_rank_slice

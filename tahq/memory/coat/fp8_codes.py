@@ -1,8 +1,19 @@
-"""FP8 formats, and tensors of COAT's activations: codes with scales for groups of 16 or a whole tensor.
+"""FP8 formats, tensors of COAT's activations, and linear layers in FP8: products, cached codes of weights, gradients.
 
-Letters: T tokens, C channels, N output channels of a matrix.
+Tensors are codes with scales for groups of 16 or a whole tensor. A product runs on FP8 matrix units
+(`torch._scaled_mm`) where the device has them and the sizes are multiples of 16; elsewhere the same codes are
+multiplied as floating-point numbers, with the same result except for the order of additions and, on CUDA, a rounding of
+the unscaled sum to bf16.
+
+A backward quantises the bf16 gradient of its output to E5M2 and multiplies in FP8, as the paper's times imply (Table 7:
+a backward 1.71 times as fast) and its code does; `backward_products: bf16` multiplies that gradient unquantised.
+Decision 0019 compares the two. Gradients between layers and of weights are never FP8.
+
+Source: COAT §5.2, appendices D, G.3 and G.5.
+Letters: T tokens, C input channels, N output channels of a matrix.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +21,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 GROUP = 16  # Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)
 E4M3 = torch.float8_e4m3fn
@@ -89,3 +101,127 @@ def kernels_for(device: torch.device) -> ModuleType:
 def _kernels_for(device_type: str) -> ModuleType:
     has_triton = device_type == "cuda" and find_spec("triton") is not None
     return import_module(f"tahq.memory.coat.fp8_flow_{'triton' if has_triton else 'reference'}")
+
+
+def fits_fp8_units(device: torch.device, *sizes: int) -> bool:
+    """Whether a product of these sizes runs on FP8 units."""
+    return all(size % 16 == 0 for size in sizes) and has_fp8_units(device)
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, scale: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, *, fast: bool
+) -> torch.Tensor:
+    """a·bᵀ times both scales, fp32 [1]: [M, N] in bf16 or fp32 of FP8 codes [M, K] and [N, K].
+
+    `fast`: may add in the matrix units' shorter accumulators; for forwards.
+    """
+    of_a, of_b = scale
+    if a.is_contiguous() and b.is_contiguous() and fits_fp8_units(a.device, a.shape[0], a.shape[1], b.shape[0]):
+        of_codes: torch.Tensor = torch._scaled_mm(
+            a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype, use_fast_accum=fast
+        )
+        return of_codes
+    # All codes are bf16 numbers. A CPU multiplies fp32 as fast, with one rounding less.
+    wide = torch.float32 if a.device.type == "cpu" else torch.bfloat16
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.to(wide).mm(b.to(wide).t()).float() * (of_a * of_b)).to(dtype)
+
+
+class WeightCodes:
+    """The codes of one linear layer's weight [N, C], recomputed when the weight has changed.
+
+    Weights change at COMMIT only, between steps; all micro-batches of a step share the codes. A change is recognised by
+    `forget`, called when a stage begins a step or an evaluation, and by the tensor's version.
+
+    `keep`: keep the codes, two bytes per parameter on devices with FP8 units and one elsewhere; else only their scale,
+    and code the weight for every product.
+    """
+
+    def __init__(self, linear: nn.Linear, *, keep: bool) -> None:
+        self.linear, self._keep = linear, keep
+        self._version = -1
+        self._scale: torch.Tensor | None = None
+        self._codes: TensorCodes | None = None
+
+    def forget(self) -> None:
+        """Drop the codes, because the weight may have changed."""
+        self._scale = self._codes = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of kept codes and scale."""
+        codes = self._codes
+        kept = [] if codes is None else [codes.row_codes, codes.column_codes]
+        return sum(each.nbytes for each in (*kept, self._scale) if each is not None)
+
+    @torch.no_grad()
+    def codes(self, *, for_gradient: bool) -> TensorCodes:
+        """Codes for the forward, or for the gradient of the input."""
+        weight = self.linear.weight
+        if self._version != weight._version:
+            self.forget()
+            self._version = weight._version
+        if self._codes is not None:
+            return self._codes
+        kernels = kernels_for(weight.device)
+        if self._scale is None:
+            self._scale = kernels.tensor_scale(kernels.group_maxima(weight), E4M3)
+        needs_columns = fits_fp8_units(weight.device, *weight.shape)
+        if not self._keep:
+            layouts = "columns" if for_gradient and needs_columns else "rows"
+            codes: TensorCodes = kernels.quantize_tensor(weight, self._scale, E4M3, layouts)
+            return codes
+        self._codes = kernels.quantize_tensor(weight, self._scale, E4M3, "both" if needs_columns else "rows")
+        return self._codes
+
+
+def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
+    """x·Wᵀ + b: [T, N] of x [T, C]."""
+    codes = weight.codes(for_gradient=False)
+    y = product(x.rows, codes.rows, (x.scale, codes.scale), dtype, fast=True)
+    bias = weight.linear.bias
+    return y if bias is None else y.add_(bias.detach().to(dtype))
+
+
+def layouts_for(x: torch.Tensor) -> Layouts:
+    """The layouts that products need of a tensor of the size of x [T, C]: FP8 units need its transposed codes too."""
+    return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGradient:
+    """The gradient of a linear layer's output [T, N], as its two products take it.
+
+    `plain`: in the dtype that is computed in; `codes`: in FP8, instead; `of_bias`: Σ_T ∂y, fp32 [N], of the gradient
+    itself, where there is a bias.
+    """
+
+    plain: torch.Tensor | None
+    codes: TensorCodes | None
+    of_bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor, weight: WeightCodes, dtype: torch.dtype, products: str) -> "OutputGradient":
+        """Prepare a gradient [T, N] of any dtype for `products`, as `backward_products`, or products in `dtype`."""
+        fp8 = FP8_FORMATS.get(products)
+        of_bias = None if weight.linear.bias is None else gradient.float().sum(0)
+        if fp8 is None:
+            return cls(gradient.to(dtype), None, of_bias)
+        kernels = kernels_for(gradient.device)
+        scale = kernels.tensor_scale(kernels.group_maxima(gradient), fp8)
+        return cls(None, kernels.quantize_tensor(gradient, scale, fp8, layouts_for(gradient)), of_bias)
+
+    def of_input(self, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
+        """∂x = ∂y·W: [T, C]."""
+        codes = weight.codes(for_gradient=True)
+        if self.codes is None:
+            assert self.plain is not None
+            return self.plain.mm(codes.dequantized(self.plain.dtype))
+        return product(self.codes.rows, codes.columns, (self.codes.scale, codes.scale), dtype, fast=False)
+
+    def of_weight(self, x: TensorCodes, dtype: torch.dtype) -> torch.Tensor:
+        """∂W = ∂yᵀ·x: [N, C]."""
+        if self.codes is None:
+            assert self.plain is not None
+            return self.plain.t().mm(x.dequantized(self.plain.dtype)).to(dtype)
+        return product(self.codes.columns, x.columns, (self.codes.scale, x.scale), dtype, fast=False)

@@ -32,8 +32,19 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from tahq.errors import ModelError
-from tahq.memory.coat.fp8_codes import E4M3, FP8_FORMATS, GroupCodes, Layouts, NormForward, TensorCodes, kernels_for
-from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, layouts_for, linear_forward
+from tahq.memory.coat.fp8_codes import (
+    E4M3,
+    FP8_FORMATS,
+    GroupCodes,
+    Layouts,
+    NormForward,
+    OutputGradient,
+    TensorCodes,
+    WeightCodes,
+    kernels_for,
+    layouts_for,
+    linear_forward,
+)
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
 from tahq.models.deferred_gradients import DeferredGradients, accumulate, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
