@@ -46,10 +46,8 @@ def build_optimizer(
 
 def _decay(params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
     """Decoupled weight decay, x ← x · (1 − η·λ) (Loshchilov & Hutter 2019, Alg. 2), before the step."""
-    if weight_decay == 0:
-        return
     for parameter in params:
-        if parameter.grad is not None:
+        if weight_decay and parameter.grad is not None:
             parameter.mul_(1 - lr * weight_decay)
 
 

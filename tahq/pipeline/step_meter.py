@@ -50,11 +50,8 @@ class _TracedStep:
 class StepMeter:
     """Measures one worker's steps.
 
-    Args:
-        stopwatch, stage: this worker's.
-        peers: stage at the other end of each link.
-        is_traced: whether every span of a step, from 0, is kept.
-        clock: seconds; the clock of the stopwatch and the links.
+    `peers` are the stages at the other end of each link; `is_traced` says whether the spans of a step, from 0, are
+    kept; `clock` is that of the stopwatch and the links.
     """
 
     def __init__(

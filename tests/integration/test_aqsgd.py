@@ -104,23 +104,6 @@ def test_resume_in_the_second_epoch_equals_uninterrupted_to_the_bit(tmp_path, th
 
 
 @pytest.mark.acceptance
-def test_resume_with_other_cuts_keeps_state_of_cuts_that_stay(tmp_path):
-    """Blocks 2 + 2 become 1 + 1 + 2: the cut before block 2 stays, the one before block 1 is new."""
-    folder_with_text(tmp_path)
-    half = config(training={"steps": 7}, pipeline={"stages": 2, "layers": [2, 2]})
-    train(tmp_path, half)
-    changes = ("training.steps=9", "pipeline.stages=3", "pipeline.layers=[1,1,2]")
-    resumed = train(tmp_path, half, "--resume", *overrides(*changes))
-    assert "AQ-SGD starts empty at the cuts before block 1 (from 0)" in resumed.stdout + resumed.stderr
-    assert "no longer exact" in resumed.stdout + resumed.stderr
-    new, kept = zip(*bits(resumed)[7:], strict=True)
-    assert all(value > 16 for value in new)
-    assert all(value < 4.5 for value in kept)
-    log = (resumed.folder / "logs" / "stage-1.log").read_text()
-    assert "the checkpoint has nothing for codec/block-0001/activations/" in log
-
-
-@pytest.mark.acceptance
 def test_skipped_step_leaves_both_ends_with_the_same_state(tmp_path):
     """Weights blow up; what is finite was sent and stays remembered, the rest is neither sent nor remembered."""
     folder_with_text(tmp_path)

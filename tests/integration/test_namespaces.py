@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,16 +98,6 @@ def test_each_worker_has_a_host_where_it_is_started_again_and_all_are_removed_on
     assert "SIGKILL" in stdout
     assert not any(map(is_alive, stages))
     assert namespaces_of(training.pid) == []
-
-
-def test_clean_removes_what_a_killed_launcher_left(training):
-    stages, pid = workers(training.pid), training.pid
-    training.kill()
-    training.communicate(timeout=30)
-    wait_until(lambda: not any(map(is_alive, stages)), 15, "workers leave")
-    done = subprocess.run([command("tahq-netem"), "clean"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert namespaces_of(pid) == []
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.acceptance), signal.SIGTERM])

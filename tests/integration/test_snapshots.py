@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from support.disks import can_mount, small_disk
 from support.processes import is_alive, wait_until, workers
 from support.runs import Run, launch, start, tiny, train, write_config
 
@@ -56,24 +57,23 @@ def test_background_checkpoints_equal_those_that_training_waits_for(tmp_path, ca
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own for a run: its folder, and what makes it smaller or larger."""
-    folder = tmp_path / "runs" / "tiny"
-    folder.mkdir(parents=True)
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True).returncode:
+def disk(tmp_path):
+    """A file system of its own for a run: its folder, and a function that makes it smaller or larger."""
+    if not can_mount():
         pytest.skip("needs to mount a file system, and so root")
+    folder = tmp_path / "runs" / "tiny"
 
     def resize(nbytes: int) -> None:
-        """When no more than that is in use, which changes as snapshots come and go."""
+        """When no more than that is in use, which changes as checkpoints come and go."""
         command = ["mount", "-o", f"remount,size={nbytes}", str(folder)]
         wait_until(lambda: subprocess.run(command, capture_output=True).returncode == 0, 30, "a disk of another size")
 
-    yield folder, resize
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with small_disk(folder, 1 << 30):
+        yield folder, resize
 
 
-def test_full_disk_costs_one_checkpoint_and_the_next_that_fits_is_written(tmp_path, small_disk):
-    folder, resize = small_disk
+def test_full_disk_costs_one_checkpoint_and_the_next_that_fits_is_written(tmp_path, disk):
+    folder, resize = disk
     snapshots = folder / "snapshots"
     sections = config(
         run={"snapshot_every": 4, "keep_snapshots": 1, "snapshot_buffers": 2},
@@ -109,8 +109,8 @@ def test_full_disk_costs_one_checkpoint_and_the_next_that_fits_is_written(tmp_pa
     SnapshotReader(newest, read_manifest(newest).sha256).verify()
 
 
-def test_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(tmp_path, small_disk):
-    folder, resize = small_disk
+def test_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(tmp_path, disk):
+    folder, resize = disk
     resize(1 << 20)
     run = launch(tmp_path, config())
     assert run.returncode == 2, run.stderr
@@ -119,8 +119,8 @@ def test_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(tmp_pa
     assert not (folder / "metrics.jsonl").exists() or not run.metrics
 
 
-def test_full_disk_after_the_last_step_is_waited_for(tmp_path, small_disk):
-    folder, resize = small_disk
+def test_full_disk_after_the_last_step_is_waited_for(tmp_path, disk):
+    folder, resize = disk
     resize(16 << 20)
     steps = {"steps": 10, "eval_every": None}
     write_config(tmp_path, config(run={"snapshot_every": None}, training=steps, links={"delay": "40ms"}))

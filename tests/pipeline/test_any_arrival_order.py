@@ -24,7 +24,7 @@ from tahq.models.sleeping_slice import SleepingSlice
 from tahq.pipeline.boundary import Boundary, CutIdentity
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.schedule.schedule import Schedule
 from tahq.pipeline.spans import Stopwatch
 
 CPU = torch.device("cpu")
@@ -143,9 +143,3 @@ def test_stages_that_wait_for_each_other_are_found_out():
     crossed = schedule("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     with pytest.raises(Deadlock):
         run(crossed, 0)
-
-
-def test_an_engine_counts_what_it_holds_until_the_weight_gradients():
-    split = schedule("0F0 0F1 0I0 0I1 0W0 0W1")
-    assert split.actions[0][2] == Action(0, ActionKind.I, 0)
-    assert run(split, 0) == [2]

@@ -47,16 +47,6 @@ def test_tensor_arrives_as_the_codec_of_its_purpose_decodes_it(sides, purpose, d
     assert torch.equal(got, decoded(spec, noise(), IDENTITY.name(4, purpose, 2, direction)))
 
 
-def test_frames_are_found_in_whatever_order_they_are_asked_for(sides):
-    lower, upper = sides
-    ids = [IDENTITY.name(0, Purpose.EVAL_RAW, n, FORWARD) for n in range(3)]
-    for n, id in enumerate(ids):
-        upper.post(id, SHAPE)
-        lower.send(id, noise(n))
-    for n in (2, 0, 1):
-        assert torch.equal(upper.receive(ids[n]), noise(n))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_tensor_is_noticed_and_sent(sides, value):
     lower, upper = sides
@@ -126,12 +116,6 @@ def test_codec_is_in_force_from_its_step_on_and_the_step_before_keeps_its_own():
     assert [table.index(purpose, FORWARD, 99) for purpose in (Purpose.EVAL_RAW, Purpose.TIE)] == [0, 0]
 
 
-@pytest.mark.parametrize(("direction", "index"), [(FORWARD, 0), (FORWARD, 4), (BACKWARD, 3), (BACKWARD, 6)])
-def test_index_of_the_other_direction_is_refused(direction, index):
-    with pytest.raises(LocalProtocolError, match=f"no codec {index} for"):
-        changing_table().use(1, direction, index)
-
-
 def test_each_step_uses_its_own_codec_even_if_the_peer_is_ahead(changing):
     lower, upper = changing
     third, fourth = (IDENTITY.name(step, Purpose.TRAIN, 0, FORWARD) for step in (3, 4))
@@ -158,13 +142,6 @@ def test_error_is_measured_on_the_first_micro_batch_of_every_second_step(changin
     assert [(sample.link, sample.direction) for sample in samples] == [(0, FORWARD)] * 2
     assert [sample.relative_error for sample in samples] == [pytest.approx(expected)] * 2
     assert lower.take_errors() == [] == upper.take_errors()
-
-
-@pytest.mark.parametrize(("value", "error"), [(0.0, 0.0), (math.nan, math.inf), (math.inf, math.inf)])
-def test_error_of_zeros_is_zero_and_of_non_finite_values_infinite(changing, value, error):
-    lower, _ = changing
-    lower.send(FIRST, torch.full(WIDE, value))
-    assert [sample.relative_error for sample in lower.take_errors()] == [error]
 
 
 # -- codecs that remember samples --------------------------------------------------------------------
@@ -215,13 +192,6 @@ def test_training_without_sample_ids_is_refused_at_both_ends():
     upper.post(FIRST, SHAPE)
     with pytest.raises(LocalProtocolError, match="needs the ids"):
         upper.receive(FIRST)
-
-
-def test_gradients_through_the_quantiser_alone_need_no_sample_ids():
-    lower, upper = remembering()
-    got = cross(upper, lower, noise(), direction=BACKWARD)
-    assert (got - noise()).norm() < 0.2 * noise().norm()
-    assert list(lower.codecs.stateful) == [FORWARD]
 
 
 def test_each_end_restores_its_own_state_and_continues():

@@ -70,15 +70,6 @@ def test_tensors_come_in_the_order_of_each_step(lanes):
         assert lanes.finish()
 
 
-def test_tensors_are_encoded_in_order_and_before_the_step_ends(lanes):
-    done = []
-    lanes.begin([])
-    for number in range(20):
-        send(lanes, Cut(take=lambda number: done.append(number) or True), number)
-    assert lanes.finish()
-    assert done == list(range(20))
-
-
 def test_non_finite_tensor_marks_its_step_and_not_the_next(lanes):
     lanes.begin([])
     for number in range(3):
@@ -119,15 +110,6 @@ def test_decoder_stays_a_bounded_number_of_tensors_ahead(threaded):
     assert not started.acquire(timeout=0.2)  # nothing has been taken, so nothing more is decoded
     assert arrived == list(range(LOOKAHEAD))
     assert [int(lanes.take()) for _ in range(6)] == [2 * number for number in range(6)]
-
-
-def test_encoding_does_not_delay_the_compute_loop(threaded):
-    lanes, release = threaded.lanes, threading.Event()
-    lanes.begin(receives([4]))
-    send(lanes, Cut(take=lambda number: release.wait()))
-    assert lanes.take().item() == 8  # the encoder stands still meanwhile
-    release.set()
-    assert lanes.finish()
 
 
 def test_wait_counts_for_the_frame_until_it_arrives_and_then_for_its_decoding(threaded):

@@ -162,8 +162,3 @@ def test_another_host_restarts_from_the_newest_that_it_can_get(make_scene, tmp_p
     assert assign.start_step == step
     assert (tmp_path / assign.snapshot / NAMES[3]).read_bytes() == CONTENT[step]
     assert assign.snapshot_files == files(step)
-
-
-def test_file_that_no_worker_gives_is_named_with_the_reason(make_scene):
-    with pytest.raises(PeerLostError, match=rf"{NAMES[3]} is missing or damaged .*; gone:7: silent for 30 s"):
-        restore(make_scene(assignment((5, "gone:7"))))

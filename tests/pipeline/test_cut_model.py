@@ -133,16 +133,6 @@ def test_gradients_of_few_labels_are_those_of_the_engine_to_the_bit_where_fp16_r
     assert_same_gradients(model, engine_gradients(config, batches, wire))
 
 
-def test_gradients_do_not_add_up_over_calls():
-    config = configured()
-    model, batch = cut_model(config), first_batch(config)
-    model.compute_gradients(batch, 3, WIRE)
-    before = {name: p.grad.clone() for name, p in model.parameters.items()}
-    model.compute_gradients(batch, 3)
-    model.compute_gradients(batch, 3, WIRE)
-    assert_same_gradients(model, before)
-
-
 def test_groups_name_where_each_parameter_is_and_leave_none_out():
     model = cut_model(configured(pipeline={"stages": 2}))
     groups = model.groups()

@@ -1,12 +1,21 @@
-"""Loss, norms and clipping: sums that no division into micro-batches or stages can change."""
+"""Loss, norms, clipping and tied gradients; the batches of steps whose gradients are not finite."""
 
 import math
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.nn import Parameter
 
-from tahq.pipeline.gradients import IGNORED_LABEL, scale_gradients, squared_norms, summed_cross_entropy
+from tahq.data.batches import StepBatch
+from tahq.pipeline.gradients import (
+    IGNORED_LABEL,
+    TiedEmbedding,
+    scale_gradients,
+    squared_norms,
+    summed_cross_entropy,
+)
+from tahq.pipeline.stage import MAX_KEPT_BATCHES, keep_batch
 
 
 def parameter(gradient: list[float] | None) -> Parameter:
@@ -45,3 +54,32 @@ def test_clipping_multiplies_and_a_factor_of_one_touches_nothing():
     version = parameters[0].grad._version
     scale_gradients(parameters, 1.0)
     assert parameters[0].grad._version == version
+
+
+def test_stage_that_owns_both_tied_copies_sums_their_gradients_and_counts_one():
+    embedding, head = parameter([1.0, 2.0]), parameter([4.0, 8.0])
+    tied = TiedEmbedding(embedding, head, None)
+    tied.exchange(0)
+    assert embedding.grad.tolist() == head.grad.tolist() == [5.0, 10.0]
+    assert embedding.grad is not head.grad
+    assert tied.uncounted is head
+    embedding.grad = None  # counts as zero
+    tied.exchange(1)
+    assert embedding.grad.tolist() == [5.0, 10.0]
+
+
+def batch(first: int) -> StepBatch:
+    tokens = torch.arange(first, first + 12).reshape(4, 3)
+    return StepBatch(tokens, tokens + 1, torch.arange(4), 12, f"digest{first}", micro_batch_size=2)
+
+
+def test_newest_batches_are_kept_as_they_were(tmp_path):
+    last = MAX_KEPT_BATCHES + 3
+    paths = [keep_batch(tmp_path, step, batch(step)) for step in range(1, last + 1)]
+    assert sorted(tmp_path.iterdir()) == paths[3:]
+    assert paths[-1].name == f"step-{last:08}.safetensors"
+    with safe_open(paths[-1], "pt") as file:
+        assert file.metadata() == {"step": str(last), "digest": f"digest{last}", "micro_batch": "2"}
+        assert torch.equal(file.get_tensor("tokens"), batch(last).tokens)
+        assert torch.equal(file.get_tensor("labels"), batch(last).labels)
+        assert torch.equal(file.get_tensor("sample_ids"), torch.arange(4))

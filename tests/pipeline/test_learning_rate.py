@@ -59,14 +59,6 @@ def test_rate_does_not_rise_by_rounding():
     assert found == sorted(found, reverse=True)
 
 
-@given(runs(), st.integers(0, 1000))
-def test_rate_past_the_end_stays_where_it_ended(run, beyond):
-    training, total_steps = run
-    if training.warmup_steps <= total_steps:
-        end = training.lr if training.lr_schedule == "constant" else training.min_lr
-        assert learning_rate(training, total_steps + beyond, total_steps) == end
-
-
 BY_HAND = [
     # w = 3: 1/4, 2/4, 3/4, then the peak
     ("constant", {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0]),

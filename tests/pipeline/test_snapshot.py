@@ -13,13 +13,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.disks import can_mount, small_disk
 
 from tahq.errors import SnapshotError, UserError
 from tahq.pipeline.checkpoint import durable_file
+from tahq.pipeline.checkpoint import manifest as manifest_module
 from tahq.pipeline.checkpoint.durable_file import DiskFullError, check_room, wait_for_room, write_durably
-from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, read_latest, read_manifest, snapshot_folder
+from tahq.pipeline.checkpoint.manifest import (
+    StageMeta,
+    arithmetic_differences,
+    arithmetic_of,
+    latest_folder,
+    read_latest,
+    read_manifest,
+    snapshot_folder,
+)
 from tahq.pipeline.checkpoint.snapshot import prune, publish
 from tahq.pipeline.checkpoint.stage_file import DTYPE_NAMES, SnapshotReader, write_stage
 
@@ -163,16 +172,6 @@ def test_files_that_are_not_needed_are_not_hashed(tmp_path):
             use()
 
 
-def test_foreign_file_is_refused(tmp_path):
-    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
-    sha256 = hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
-    with pytest.raises(SnapshotError, match="was not written by tahq"):
-        SnapshotReader(tmp_path, {"x.safetensors": sha256}).stage_meta("x.safetensors")
-    (tmp_path / "y.safetensors").write_bytes(b"not at all")
-    with pytest.raises(SnapshotError, match=r"y\.safetensors is not a safetensors file"):
-        SnapshotReader(tmp_path, {"y.safetensors": "00"})
-
-
 def test_stage_meta_ignores_what_other_versions_add():
     other = json.dumps(json.loads(META.to_json()) | {"skipped": 2, "codec_states": 3})
     assert StageMeta.from_json(other) == META
@@ -269,12 +268,11 @@ NOT_FILES = {
 
 
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-@pytest.mark.parametrize(("name", "use"), [("latest", latest_folder), ("manifest.json", read_manifest)])
 @pytest.mark.timeout(20)
-def test_latest_or_manifest_that_is_not_a_small_file_is_one_error(tmp_path, name, use, make):
-    make(tmp_path / name)
-    with pytest.raises(SnapshotError, match=rf"^cannot read {tmp_path / name}: [^\n]*$"):
-        use(tmp_path)
+def test_manifest_that_is_not_a_small_file_is_one_error(tmp_path, make):
+    make(tmp_path / "manifest.json")
+    with pytest.raises(SnapshotError, match=rf"^cannot read {tmp_path}/manifest.json: [^\n]*$"):
+        read_manifest(tmp_path)
 
 
 # -- pruning -----------------------------------------------------------------------------------------
@@ -399,3 +397,44 @@ def test_run_folder_removed_while_a_checkpoint_is_written_is_one_error(tmp_path)
 
     with pytest.raises(SnapshotError, match=r"^cannot write [^\n]*: No such file or directory[^\n]*$"):
         write_durably(snapshot_folder(tmp_path / "run" / "snapshots", 5) / "stage-000.tmp", vanish)
+
+
+# -- what computed a checkpoint ----------------------------------------------------------------------
+
+EPYC = {"device": "AMD EPYC 7B13", "torch": "2.13.0", "threads": "4", "codec backend": "cpu"}
+
+
+def test_this_machine_is_like_itself():
+    here = arithmetic_of(torch.device("cpu"), "auto")
+    assert {"device", "torch", "threads", "codec backend", "vector instructions", "matrix library"} == set(here)
+    assert here["torch"] == torch.__version__
+    assert here["threads"] == str(torch.get_num_threads())
+    assert all(here.values())
+    assert arithmetic_differences(here, arithmetic_of(torch.device("cpu"), "cpu")) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ()),
+        ({"threads": "8"}, ("threads: 4 -> 8",)),
+        (
+            {"device": "NVIDIA H200", "codec backend": "triton"},
+            ("device: AMD EPYC 7B13 -> NVIDIA H200", "codec backend: cpu -> triton"),
+        ),
+        ({"torch": "2.14.0+cu128"}, ("torch: 2.13.0 -> 2.14.0+cu128",)),
+        ({"cuDNN": "91002"}, ()),  # a name that a later version of tahq records as well
+    ],
+)
+def test_differences_name_what_was_and_what_is(change, expected):
+    assert arithmetic_differences(EPYC, EPYC | change) == expected
+
+
+def test_processor_without_a_model_name_has_its_architecture(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest_module, "CPU_INFO", tmp_path / "cpuinfo")
+    for content in (None, "processor\t: 0\nBogoMIPS\t: 50.00\n"):
+        if content:
+            (tmp_path / "cpuinfo").write_text(content)
+        assert arithmetic_of(torch.device("cpu"), "auto")["device"]
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some: CPU\n")
+    assert arithmetic_of(torch.device("cpu"), "auto")["device"] == "Some: CPU"

@@ -106,17 +106,6 @@ def test_third_checkpoint_waits_for_the_disk_with_one_warning(disk, caplog):
     assert "run.snapshot_every" in caplog.text
 
 
-def test_memory_is_used_again_and_grows_with_what_is_copied(disk, writer):
-    disk.let(100)
-    for length in (100, 40, 100, 200, 200):
-        writer.take(length, filled(length, length))
-        writer.finish()
-    assert [tensors["x"].tolist() for _, tensors in disk.written] == [[float(n)] * n for n in (100, 40, 100, 200, 200)]
-    first, second, third, fourth, fifth = disk.addresses
-    assert first == second == third
-    assert fourth == fifth
-
-
 def test_tensors_that_are_not_copied_are_written_here_after_everything_due_before(disk, writer):
     writer.take(1, filled(4))
     threading.Timer(0.1, disk.let, [2]).start()

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from tahq.pipeline import spans
 from tahq.pipeline.spans import Stopwatch
 
 
@@ -29,22 +28,6 @@ def on_another_thread(work, name="tahq-encode"):
     thread = threading.Thread(target=work, name=name)
     thread.start()
     thread.join()
-
-
-def test_totals_are_the_sums_of_the_spans():
-    stopwatch = Stopwatch()
-    stopwatch.is_recording = True
-    for number in range(50):
-        with stopwatch.measure("forward", number):
-            sum(range(200))
-        with stopwatch.measure("wait:1"):
-            pass
-    totals, kept = stopwatch.take(), stopwatch.take_spans()
-    assert len(kept) == 100
-    for activity in ("forward", "wait:1"):
-        total_s = sum(span.end_s - span.begin_s for span in kept if span.activity == activity)
-        assert totals[activity] == pytest.approx(total_s, abs=1e-9)
-    assert [span.detail for span in kept if span.activity == "forward"] == list(range(50))
 
 
 def test_threads_beside_are_told_apart():
@@ -77,16 +60,6 @@ def test_lane_that_goes_on_while_totals_are_taken_loses_nothing():
     stop.set()
     thread.join()
     assert taken + stopwatch.take().get("beside:encode", 0.0) == counted
-
-
-def test_spans_of_a_step_are_bounded_and_totals_are_not(monkeypatch):
-    monkeypatch.setattr(spans, "MAX_SPANS", 3)
-    stopwatch = Stopwatch()
-    stopwatch.is_recording = True
-    for number in range(10):
-        stopwatch.add("forward", number, number + 1.0)
-    assert stopwatch.take() == {"forward": 10.0}
-    assert len(stopwatch.take_spans()) == 3
 
 
 def test_times_of_a_device_are_read_once_a_step_and_say_when_it_was_done():

@@ -44,13 +44,6 @@ def test_row_has_what_prepare_says(meter):
     assert meter.take_rows() == []
 
 
-def test_what_a_link_did_after_prepare_counts_in_the_next_step(meter):
-    meter.note([stats(frames=0, busy_s=0.25, sending_s=0.25)])
-    meter.note([stats(piece(0, 1.0, 2.0), frames=4)])
-    ((_, _, frames, *_, busy_s, sending_s, _),) = meter.take_rows()
-    assert (frames, busy_s, sending_s) == (4.0, 1.25, 1.0)
-
-
 @pytest.mark.parametrize("purpose", [Purpose.EVAL, Purpose.EVAL_RAW])
 def test_what_an_evaluation_sent_is_in_no_step(purpose):
     """One second a piece, all queued at once: that of training waits two seconds for those of the evaluation."""
@@ -97,13 +90,6 @@ def tracing_meter():
 
 def sent_frames(parts):
     return [(part.step, frame) for part in parts for frame in part.frames]
-
-
-def test_picture_of_a_step_leaves_out_what_was_sent_before_it():
-    meter = tracing_meter()
-    meter.begin(4)
-    meter.note([stats(piece(0, 1.0, 2.0, step=3), piece(0, 1.0, 3.0)), stats(frames=0)])
-    assert sent_frames(meter.trace(4)) == [(4, "train step 5 cut 1 forward 0")]
 
 
 def test_picture_waits_for_frames_that_are_acknowledged_in_the_next_step():

@@ -103,14 +103,8 @@ class CheckpointCopies:
     for the same stage that is in progress or waits. A file that is here is only compared, so an order may be repeated
     at any time.
 
-    Args:
-        assign: this worker's.
-        run_folder: on this host.
-        num_stages: of the run.
-        rate_bits_per_s: at which copies are fetched.
-        fetch: the source of bytes; raises PeerLostError or RemoteProtocolError.
-        offer: called with hash and place of every file that others may fetch.
-        report: called with the outcome of each order, in the thread.
+    `fetch` raises PeerLostError or RemoteProtocolError; `offer` is called with hash and place of every file that others
+    may fetch, and `report` with the outcome of each order, in the thread.
     """
 
     def __init__(

@@ -217,12 +217,8 @@ def _machines(config: Config) -> object:
     return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
 
 
-_SGD = ("sgd", "ema_sgd")
-_IS_SGD = (
-    lambda old, new: all(_get(config, "training.optimizer") in _SGD for config in (old, new)),
-    "not used by this optimizer",
-)
-_IS_NOT_SGD = (lambda old, new: not _IS_SGD[0](old, new), "not used by this optimizer")
+_IS_NOT_SGD = _outside("training.optimizer", "sgd", "ema_sgd")
+_IS_SGD = (lambda old, new: not _IS_NOT_SGD[0](old, new), _IS_NOT_SGD[1])
 _IS_NOT_LOW_RANK = _outside("training.optimizer", "qgalore", "galore")
 _LOW_RANK_FORMAT = KeyRule(Verdict.REFUSED, "the checkpoint has weights and states in that format", _IS_NOT_LOW_RANK)
 _IS_NOT_FP8_ADAMW = _outside("training.optimizer", "fp8_adamw")

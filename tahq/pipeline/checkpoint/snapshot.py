@@ -144,10 +144,8 @@ def choose_snapshot(snapshots: Path, *, all_files_here: bool, before: float = ma
     each; never one newer than `latest`, which may belong to a history that was turned back from. Only if `latest` names
     no complete checkpoint does the newest complete one replace it.
 
-    Args:
-        snapshots: the run's folder.
-        all_files_here: whether a file that is not here is missing, or may be on its stage's host.
-        before: only a checkpoint with fewer steps behind it than this.
+    `all_files_here` says whether a file that is not here is missing, or may be on its stage's host; only checkpoints
+    with fewer steps than `before` are taken.
 
     Raises:
         SnapshotError: there is none; the message says what is wrong with each.

@@ -89,10 +89,8 @@ class SnapshotReader:
     Headers say which file has a tensor, so a stage finds its tensors whatever stages wrote them, and files that hold
     none of them are neither hashed nor needed. An unverified header only serves as this hint.
 
-    Args:
-        folder: the checkpoint's.
-        expected: SHA-256 (hex) by file name. A missing file is an error only when something is asked for that no other
-            file has: a host needs only its own stage's.
+    `expected` has the SHA-256 (hex) by file name. A missing file is an error only when something is asked for that no
+    other file has: a host needs only its own stage's.
 
     Raises:
         SnapshotError: none of the files exists, or one is not a safetensors file.

@@ -32,11 +32,7 @@ Write = Callable[[int, Mapping[str, torch.Tensor]], None]
 
 
 class SnapshotWriter:
-    """One stage's writer; called by the compute thread only.
-
-    `write` is called in the writer's thread, or in the caller's; with `num_buffers` 0 nothing is copied, and nothing
-    written beside.
-    """
+    """One stage's writer, called by the compute thread only; with `num_buffers` 0 nothing is written beside."""
 
     def __init__(self, write: Write, num_buffers: int, stopwatch: Stopwatch) -> None:
         self._write = write

@@ -99,9 +99,8 @@ def _gpipe(request: Request) -> Rows:
 
 
 def _one_f_one_b(request: Request) -> Rows:
-    stages, count = request.num_stages, request.num_micro_batches
-    own = [stages - stage for stage in range(stages)]
-    return _alternating(_reachable(request.depths or own, count), count)
+    own = range(request.num_stages, 0, -1)
+    return _alternating(_reachable(request.depths or own, request.num_micro_batches), request.num_micro_batches)
 
 
 def _alternating(warm_ups: Sequence[int], count: int) -> Rows:
