@@ -35,19 +35,9 @@ MODELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 WIRES = (
-    "tah:group=64 / raw",
-    "tah:group=32 / raw",
-    "tah:tau=0 / raw",
-    "fixed:bits=6 / raw",
-    "fixed:bits=8 / raw",
-    "raw / tah",
-    "raw / fixed:bits=6",
-    "raw / fixed:bits=8",
-    "tah:group=64 / fixed:bits=8",
-    "tah:group=32 / fixed:bits=8",
-    "wf / raw",
-    "raw / eden",
-    "wf / eden",
+    *(f"{spec} / raw" for spec in ("tah:group=64", "tah:group=32", "tah:tau=0", "fixed:bits=6", "fixed:bits=8")),
+    *(f"raw / {spec}" for spec in ("tah", "fixed:bits=6", "fixed:bits=8")),
+    *("tah:group=64 / fixed:bits=8", "tah:group=32 / fixed:bits=8", "wf / raw", "raw / eden", "wf / eden"),
 )
 
 
@@ -136,5 +126,4 @@ if __name__ == "__main__":
             "--steps": {"type": int, "default": 1, "help": "probed steps at each age"},
             "--batches": {"type": int, "default": 4, "help": "batches at each probed step, 2 or more"},
         },
-        repeats=None,
     )

@@ -211,5 +211,4 @@ if __name__ == "__main__":
             "--models": {"nargs": "+", "choices": list(MODELS), "default": list(MODELS)},
             "--steps": {"nargs": "+", "type": int, "default": [100, 300], "help": "steps whose moments are taken"},
         },
-        repeats=None,
     )

@@ -116,4 +116,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
 if __name__ == "__main__":
     models = {"--model": {**ARGUMENTS["--model"], "default": ["gpt2", "llama"]}}
     pair_seeds = {"--pair-seeds": {"type": int, "default": 5}}
-    main(__doc__, tables, {**ARGUMENTS, **models, **pair_seeds}, repeats=None)
+    main(__doc__, tables, {**ARGUMENTS, **models, **pair_seeds})

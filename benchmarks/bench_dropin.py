@@ -166,5 +166,4 @@ if __name__ == "__main__":
             "--rate": {"type": float, "default": 100.0, "help": "Mbit/s"},
             "--tiny": {"action": "store_true", "help": "a small model, to try the script"},
         },
-        repeats=None,
     )

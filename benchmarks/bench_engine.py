@@ -66,5 +66,4 @@ if __name__ == "__main__":
             "--runtimes": {"nargs": "+", "default": ["tahq", *RUNTIMES], "choices": ["tahq", *RUNTIMES]},
             "--backend": {"default": "auto", "help": "network backend; see tahq-netem probe"},
         },
-        repeats=None,
     )

@@ -188,5 +188,4 @@ if __name__ == "__main__":
             "--forward": {"default": "20ms"},
             "--backward": {"default": "40ms"},
         },
-        repeats=None,
     )

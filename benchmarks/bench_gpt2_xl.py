@@ -207,5 +207,4 @@ if __name__ == "__main__":
             "--backend": {"default": "auto", "help": "network backend; see tahq-netem probe"},
             "--least-of": {"type": Path, "nargs": "+", "default": [], "help": ".jsonl with a GPU for each stage"},
         },
-        repeats=None,
     )

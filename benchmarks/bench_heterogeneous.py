@@ -86,4 +86,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
 
 
 if __name__ == "__main__":
-    main(__doc__, tables, ARGUMENTS, repeats=None)
+    main(__doc__, tables, ARGUMENTS)

@@ -196,4 +196,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    main(__doc__, tables, {"--device": {"choices": ("cpu", "cuda"), "default": "cpu"}})
+    main(__doc__, tables, {"--device": {"choices": ("cpu", "cuda"), "default": "cpu"}}, repeats=3)

@@ -36,4 +36,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    main(__doc__, tables, {**ARGUMENTS, "--parameters": {"type": float, "default": 3e8}}, repeats=None)
+    main(__doc__, tables, {**ARGUMENTS, "--parameters": {"type": float, "default": 3e8}})

@@ -161,4 +161,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
 
 if __name__ == "__main__":
     model = {"--model": {"nargs": 1, "choices": ARGUMENTS["--model"]["choices"], "default": ["gpt2"]}}
-    main(__doc__, tables, {**ARGUMENTS, **model}, repeats=None)
+    main(__doc__, tables, {**ARGUMENTS, **model})

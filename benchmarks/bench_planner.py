@@ -109,5 +109,4 @@ if __name__ == "__main__":
             "--exhaustive": {"action": "store_true", "help": "simulate all plans, however hopeless"},
             "--hosts": {"type": int, "nargs": "*", "default": [10, 100, 1000], "help": "sizes of large clusters"},
         },
-        repeats=None,
     )

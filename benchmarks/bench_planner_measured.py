@@ -118,5 +118,4 @@ if __name__ == "__main__":
             "--planner-only": {"action": "store_true", "help": "do not look for the best of all plans"},
             **ARGUMENTS,
         },
-        repeats=None,
     )

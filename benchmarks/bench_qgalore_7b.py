@@ -226,5 +226,4 @@ if __name__ == "__main__":
                 "--steps": {"type": int, "default": 8},
                 "--device": {"default": "cuda"},
             },
-            repeats=None,
         )

@@ -116,4 +116,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    main(__doc__, tables, repeats=None)
+    main(__doc__, tables)

@@ -194,5 +194,4 @@ if __name__ == "__main__":
             "--variants": {"nargs": "+", "choices": list(VARIANTS), "default": list(VARIANTS)},
             "--device": {"default": "cuda"},
         },
-        repeats=None,
     )

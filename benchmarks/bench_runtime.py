@@ -85,11 +85,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
     torch.set_num_threads(1)
     endpoint = ZmqEndpoint(
         PeerIdentity(1, 1, stage, "bench"),
-        EndpointSettings(
-            bind="127.0.0.1:0",
-            peer_timeout_s=20.0,
-            heartbeat_s=4.0,
-        ),
+        EndpointSettings(bind="127.0.0.1:0", peer_timeout_s=20.0, heartbeat_s=4.0),
     )
     pipe.send(endpoint.address)
     addresses = pipe.recv()
@@ -221,4 +217,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    main(__doc__, tables, {"--steps": {"type": int, "default": 60}})
+    main(__doc__, tables, {"--steps": {"type": int, "default": 60}}, repeats=3)

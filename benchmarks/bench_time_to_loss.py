@@ -236,5 +236,4 @@ if __name__ == "__main__":
             "--device": {"default": "auto", "help": "auto spreads the stages over the GPUs"},
             "--backend": {"default": "auto", "help": "network backend; see tahq-netem probe"},
         },
-        repeats=None,
     )

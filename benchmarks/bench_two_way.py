@@ -150,5 +150,4 @@ if __name__ == "__main__":
                 },
                 "--seconds": {"type": float, "default": 10.0, "help": "counted seconds"},
             },
-            repeats=None,
         )

@@ -6,7 +6,7 @@ A benchmark declares its tables; the harness does the rest:
         yield Table(("rate", "Mbit/s"), ((rate, spread(repeat(options, goodput, rate))) for rate in options.rates))
 
     if __name__ == "__main__":
-        main(__doc__, tables, {"--rates": {"type": int, "nargs": "+", "default": [20, 100]}})
+        main(__doc__, tables, {"--rates": {"type": int, "nargs": "+", "default": [20, 100]}}, repeats=3)
 
 Rows are measured one by one as the table is read, and each is printed as soon as it is there. The first line of the
 script's docstring is the title of the result; `--output` says where the result goes.
@@ -61,7 +61,7 @@ def main(
     tables: Tables,
     arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     *,
-    repeats: int | None = 3,
+    repeats: int | None = None,
 ) -> None:
     """Measure the tables (text between them is taken as it is) and write the result.
 
