@@ -51,21 +51,12 @@ def _reason(error: Exception) -> str:
 
 
 def read_steps(metrics: Path) -> list[StepRecord]:
-    """The steps of a metrics.jsonl, in order; a last line that is not complete is left out.
-
-    Raises:
-        UserError: it cannot be read, has a number that no step can have, or was written by a version that did not
-            split steps.
-    """
+    """The steps of a metrics.jsonl, in order, as `read_lines` reads them."""
     return read_lines(metrics, step_record, "the split of a step")
 
 
 def step_record(row: Mapping[str, Any]) -> StepRecord:
-    """A line of metrics.jsonl as the record that it was made of; a loss or a norm that is null is NaN.
-
-    Raises:
-        ValueError: a number that no step can have.
-    """
+    """A line of metrics.jsonl as its record, null losses and norms as NaN; ValueError: an impossible number."""
     stages = tuple(_stage(stage, number) for number, stage in enumerate(row["stages"]))
     step_time_s = _seconds(row["step_time_s"], "step_time_s")
     if step_time_s < 0:

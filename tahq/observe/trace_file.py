@@ -169,10 +169,8 @@ def read_picture(path: Path) -> dict[str, Any]:
 def merged(pictures: Sequence[Picture]) -> dict[str, Any]:
     """Steps of a run as one picture; of several, `otherData.steps` has the `otherData` of each.
 
-    Each start of the run has processes of its own, behind those of the starts before: its clock may be another.
-
-    Args:
-        pictures: one at least, in the order of their steps.
+    There is one at least. Each start of the run has processes of its own, behind those of the starts before: its clock
+    may be another.
     """
     starts = [list(drawn) for _, drawn in groupby(sorted(pictures, key=_start), key=_start)]
     events = _Events()

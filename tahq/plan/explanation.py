@@ -89,10 +89,9 @@ def bottleneck(table: ClusterTable, prediction: Prediction) -> Bottleneck:
 
 
 def second_best(planned: Planned) -> Prediction | None:
-    """The best plan that differs in more than a detail; None: no such plan was simulated.
+    """The best plan with other hosts, order or micro-batch size, or more than one block elsewhere; None: none found.
 
-    It has other hosts or another order, another micro-batch size, or more than one block elsewhere. Equal hosts make
-    no difference.
+    Equal hosts make no difference.
     """
     table, best = planned.table, planned.best.plan
 

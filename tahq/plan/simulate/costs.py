@@ -49,9 +49,6 @@ class Costs:
     Each stage encodes in one thread beside its compute and decodes in another.
 
     Attributes:
-        compute_s: see `ComputeSeconds`.
-        cuts: one entry per cut, between chunk c and c + 1.
-        hosts: one entry per stage.
         commit_s: from the end of the last stage's work to the commit's arrival everywhere.
         piece_nbytes: a frame's largest piece. On a downlink that two neighbours send into, pieces of
             their frames take turns, and on an uplink what goes first goes between pieces; None: whole frames do.

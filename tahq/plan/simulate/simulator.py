@@ -67,13 +67,9 @@ class ActionSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One step, simulated; times are seconds from its start.
+    """One step, simulated: actions in order of their end, transfers of delivery; times are seconds from its start.
 
-    Attributes:
-        actions: in order of their end.
-        transfers: in order of delivery.
-        step_time_s: from the start of the step to the commit's arrival.
-        num_stages: rows of the picture.
+    `step_time_s` ends with the commit's arrival.
     """
 
     actions: tuple[ActionSpan, ...]
@@ -83,21 +79,15 @@ class StepTimeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
-    """Run one step of a valid schedule, the actions in the order of its rows.
-
-    Raises:
-        ScheduleError: the schedule deadlocks.
-    """
+    """Run one step of a valid schedule, the actions in the order of its rows; ScheduleError if it deadlocks."""
     return _Simulation(schedule, costs).run()
 
 
 def draw_grid(what: Schedule | StepTimeline, width: int | None = None) -> str:
-    """Draw one row per stage, time from left to right, backwards twice as wide as forwards where not simulated.
+    """Draw one row per stage, time from left to right, in lines of at most `width` characters (None: any number).
 
-    Args:
-        what: a schedule (drawn without any communication) or a simulated step (drawn to scale, a
-            column being its shortest action).
-        width: longest line in characters; None: as wide as needed.
+    A schedule is drawn without communication and backwards twice as wide as forwards, a simulated step to scale, a
+    column being its shortest action.
     """
     timeline = what
     if isinstance(timeline, Schedule):
