@@ -25,6 +25,7 @@ def read(path):
     return ClusterNumbers.model_validate(parse_yaml(path.read_text()).value, context=WRITTEN_BY_HAND)
 
 
+@pytest.mark.acceptance
 @pytest.mark.serial
 def test_three_workers_measure_themselves_and_each_other(tmp_path):
     path = str(write_config(tmp_path, {**THREE, "links": {"rate": "300mbit", "delay": "5ms"}}))

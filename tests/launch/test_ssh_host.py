@@ -151,6 +151,7 @@ def test_remote_worker_exits_when_the_launcher_is_killed(remote_run):
 
 
 @needs_sshd
+@pytest.mark.acceptance
 def test_broken_connection_ends_the_run_and_the_remote_worker(remote_run):
     launcher, workers = remote_run
     connection = next(pid for pid in children(launcher) if "--stage 1 " in " ".join(command_line(pid)))

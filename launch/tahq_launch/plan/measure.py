@@ -82,7 +82,7 @@ def _measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tup
         made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
         measuring = Measuring(_completed(request, config), measured, labels if in_namespaces else computers)
         coordinator_options = replace(prepared.options, is_measuring=True, hosts=measured.names)
-        return Coordinator(coordinator_options, server, MeasureLines(), measuring=measuring)
+        return Coordinator(coordinator_options, server, _Lines(), measuring=measuring)
 
     # Dividing by measured cost would time here what the workers are about to time there.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
@@ -113,7 +113,7 @@ def micro_batches_of(config: ClusterConfig) -> tuple[int, ...]:
     return tuple(number for number in sizes if whole % number == 0)
 
 
-class MeasureLines(RunObserver):
+class _Lines(RunObserver):
     """Prints one line for everything that begins."""
 
     def __init__(self) -> None:
@@ -121,27 +121,22 @@ class MeasureLines(RunObserver):
         self._devices: dict[int, str] = {}
 
     def opened(self, header: RunHeader) -> None:
-        """Print the header."""
         announce(f"measuring {header.num_stages} hosts, coordinator at {header.address}")
 
     def phase_changed(self, phase: str, detail: str) -> None:
-        """Print the current measurement."""
         if phase == "measuring" and detail and detail != self._detail:
             announce(f"measuring {detail}")
         self._detail = detail if phase == "measuring" else ""
 
     def stage_changed(self, status: StageStatus) -> None:
-        """Print a worker once its device is known."""
         if status.device and self._devices.get(status.stage) != status.device:
             self._devices[status.stage] = status.device
             announce(f"stage {status.stage}: {status.host}, pid {status.pid}, {status.device}")
 
     def warned(self, text: str) -> None:
-        """Print a warning."""
         announce(f"warning: {text}")
 
     def ended(self, end: RunEnd) -> None:
-        """Print the reason if it is not complete."""
         if end.exit_status:
             print(f"tahq measure: {end.message}", file=sys.stderr, flush=True)
 

@@ -29,7 +29,6 @@ from tahq_launch.start.worker_command import (
     local_command,
     modules_of_workers,
     ssh_command,
-    threads_of_each,
     worker_by_hand,
 )
 from tahq_launch.start.worker_processes import LEAVE_S, Fleet, ForkServer
@@ -169,12 +168,12 @@ def worker_command(
         return None
     secret = PLAIN if keys is None else keys.secret_of(stage)
     if isinstance(config.hosts, list):
-        threads = config.run.threads
-        return ssh_command(config.hosts[stage], stage, address, threads=threads, secret=secret, debug=debug)
-    local_threads = threads_of_each(config.pipeline.stages, config.run.threads)
+        host, threads = config.hosts[stage], config.run.threads
+        return ssh_command(host, stage, address, threads=threads, secret=secret, debug=debug)
+    threads = config.run.threads or 1  # a resolved configuration has them
     if hosts is not None:
-        return hosts.worker_command(stage, address, local_threads, secret=secret, debug=debug)
-    return local_command(stage, local_peer(config.run.bind, address), local_threads, secret=secret, debug=debug)
+        return hosts.worker_command(stage, address, threads, secret=secret, debug=debug)
+    return local_command(stage, local_peer(config.run.bind, address), threads, secret=secret, debug=debug)
 
 
 def local_peer(bind: str, address: str) -> str:

@@ -1,6 +1,5 @@
 """The commands that start workers: on this machine, over ssh, and by hand."""
 
-import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,11 +68,6 @@ def modules_of_workers(config: ClusterConfig) -> list[str]:
         *([_NUMBA] if uses_numba else []),
         *(["tahq_netem.backends.namespaces"] if config.hosts == "namespaces" else []),
     ]
-
-
-def threads_of_each(num_workers: int, wanted: int | None) -> int:
-    """Compute threads per worker: as configured, else the usable cores divided by the workers, at least one."""
-    return wanted or max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 def ssh_command(

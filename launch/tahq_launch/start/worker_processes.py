@@ -273,7 +273,7 @@ class StartedProgram(StageProcess):
             self._stdin.close()
 
 
-class ForkedWorker(StageProcess):
+class _ForkedWorker(StageProcess):
     """A local worker of the fork server."""
 
     def __init__(self, command: WorkerCommand, log_path: Path, forks: ForkServer) -> None:
@@ -282,11 +282,9 @@ class ForkedWorker(StageProcess):
         self.pid = forks.start(command, log_path)
 
     def wait(self, timeout_s: float = 0.0) -> int | None:
-        """As of `StageProcess`."""
         return self._forks.status_of(self.pid, timeout_s)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         with contextlib.suppress(ProcessLookupError):
             if self.wait() is None:
                 os.kill(self.pid, signal.SIGTERM)
@@ -318,7 +316,7 @@ class Fleet:
         self._commands[command.stage] = (command, log_path)
         try:
             if self._forks is not None and command.forked_threads is not None:
-                self._running.append(ForkedWorker(command, log_path, self._forks))
+                self._running.append(_ForkedWorker(command, log_path, self._forks))
             else:
                 self._running.append(StartedProgram(command, log_path))
         except OSError as error:
