@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -33,11 +34,18 @@ def _warn_of_wasted_bits(spec: EdenSpec) -> None:
     )
 
 
-def _stateless(text: str) -> str:
+@contextmanager
+def _as_value_error(prefix: str = "") -> Iterator[None]:
+    """A ValueError is what pydantic collects, so that the message gets its file and line."""
     try:
-        refuse_memory(text)
+        yield
     except ConfigError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{prefix}{error}") from error
+
+
+def _stateless(text: str) -> str:
+    with _as_value_error():
+        refuse_memory(text)
     return text
 
 
@@ -108,11 +116,8 @@ class WireConfig(Section):
     @field_validator("activations", "gradients")
     @classmethod
     def _known_codec(cls, text: str) -> str:
-        try:
+        with _as_value_error():
             spec = CodecSpec.parse(text)
-        except ConfigError as error:
-            # A ValueError is what pydantic collects, so that the message gets its file and line.
-            raise ValueError(str(error)) from error
         if isinstance(spec, EdenSpec) and spec.bits > EDEN_USEFUL_BITS:
             _warn_of_wasted_bits(spec)
         return text
@@ -164,7 +169,5 @@ class WireConfig(Section):
 
 def _stateless_ladder(name: str, spec: str, rungs: list[str] | None) -> list[str]:
     """Rungs as given, or those around `spec`; ValueError if it is a codec that cannot change."""
-    try:
+    with _as_value_error(f"wire.{name}: "):
         return default_ladder(spec) if rungs is None else [str(CodecSpec.parse(rung)) for rung in rungs]
-    except ConfigError as error:
-        raise ValueError(f"wire.{name}: {error}") from error

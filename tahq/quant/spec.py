@@ -188,12 +188,7 @@ class WfSpec(CodecSpec):
 
 
 _SPECS: dict[str, type[CodecSpec]] = {
-    "raw": RawSpec,
-    "fixed": FixedSpec,
-    "tah": TahSpec,
-    "aqsgd": AqsgdSpec,
-    "eden": EdenSpec,
-    "wf": WfSpec,
+    spec.name: spec for spec in (RawSpec, FixedSpec, TahSpec, AqsgdSpec, EdenSpec, WfSpec)
 }
 
 

@@ -35,11 +35,13 @@ def test_allocation_tile_has_one_entropy_over_all_its_channels():
     """Two tiles of equal magnitudes have log 16 nats together, whatever their tiles have by themselves."""
     even, single = [1.0] * 8, [1.0] + [0.0] * 7
     magnitude = tiles_of(*[even, even], *[single, single], *[even, single]).view(1, 1, 6, 8)
-    for num_low, expected in ((1, [True, False, True]), (2, [True, False, False])):
-        allocation = tah.Allocation(num_low, tiles_per_alloc=2)
-        assert tah.allocate_(magnitude.clone(), allocation).tolist() == [expected]
-    reverse = tah.Allocation(1, tiles_per_alloc=2, by_low_entropy=False)
-    assert tah.allocate_(magnitude.clone(), reverse).tolist() == [[False, True, True]]
+    for share, select, expected in (
+        ("2/3", "high", [True, False, True]),
+        ("1/3", "high", [True, False, False]),
+        ("2/3", "low", [False, True, True]),
+    ):
+        layout = TahLayout.of(TahSpec(group=8, int4=Fraction(share), alloc="16", select=select), (1, 3, 16))
+        assert tah.allocate_(layout, magnitude.clone().view(1, 3, 2, 8)).tolist() == [expected]
 
 
 @given(share=st.fractions(0, 1), count=st.integers(0, 200))
@@ -108,7 +110,8 @@ def test_hadamard_is_sylvesters_matrix_and_its_own_inverse():
 )
 def test_codes_of_one_tile(row, options, scale, codes):
     """In a tensor whose largest magnitude is in [2^10, 2^11), so that e = 0."""
-    tiles = tah.encode_tiles(tiles_of(row).view(1, 1, 1, 8), tah.Allocation(num_low=0), tau=math.inf, **options)
+    layout = TahLayout.of(TahSpec(group=8, int4=Fraction(1), tau=math.inf, **options), (1, 8))
+    tiles = tah.encode_tiles(layout, tiles_of(row).view(1, 1, 1, 8))
     assert tiles.scale.item() == scale
     assert tiles.codes.flatten().tolist() == codes
 

@@ -17,39 +17,30 @@ from tahq.quant.tiling import largest_magnitude, power_of_two, top_exponent
 
 def encode(layout: FixedLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
     """A stream of version 1, on any device, without synchronising it."""
-    groups = layout.tiling.split(x).reshape(-1, layout.tiling.group)
-    return pack(layout, encode_tiles(groups, layout.spec.bits, key if layout.spec.round == "stochastic" else None))
+    groups, bits = layout.tiling.split(x).reshape(-1, layout.tiling.group), layout.spec.bits
+    finite = largest_magnitude(groups).isfinite()
+    exponent = top_exponent(groups, finite, TOP_EXPONENT)
+    y = torch.where(finite.unsqueeze(-1), groups, 0.0).mul_(power_of_two(exponent))
+    scale = ceil_to_fp16(largest_magnitude(y))
+    step = torch.where(scale == 0, torch.inf, step_size(scale, bits))
+    y.div_(step.unsqueeze(-1))
+    rounded = y.round_() if layout.spec.round == "nearest" else round_stochastic_(y, key)
+    largest = largest_code(bits)
+    codes = rounded.clamp_(-largest, largest).add_(largest)
+    return pack(layout, FixedTiles(exponent, torch.where(finite, scale, torch.nan), codes))
 
 
 def decode(
     layout: FixedLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
 ) -> torch.Tensor:
-    """The tensor of an accepted stream; raises what `unpack` does."""
-    return layout.tiling.join(decode_tiles(unpack(layout, buf), layout.spec.bits), dtype)
-
-
-def encode_tiles(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
-    """Quantise groups, fp32 [T, G], which are not written; the key is that of stochastic rounding, else None."""
-    finite = largest_magnitude(x).isfinite()
-    exponent = top_exponent(x, finite, TOP_EXPONENT)
-    y = torch.where(finite.unsqueeze(-1), x, 0.0).mul_(power_of_two(exponent))
-    scale = ceil_to_fp16(largest_magnitude(y))
-    largest = largest_code(bits)
-    step = torch.where(scale == 0, torch.inf, step_size(scale, bits))
-    y.div_(step.unsqueeze(-1))
-    rounded = y.round_() if key is None else round_stochastic_(y, key)
-    codes = rounded.clamp_(-largest, largest).add_(largest)
-    return FixedTiles(exponent, torch.where(finite, scale, torch.nan), codes)
-
-
-def decode_tiles(tiles: FixedTiles, bits: int) -> torch.Tensor:
-    """Values fp32 [T, G]: q · (s·2^−e), s = fp32(scale)/Q; the codes' memory is overwritten.
+    """The tensor of an accepted stream: q·(s·2^−e), s = fp32(scale)/Q; raises what `unpack` does.
 
     s·2^−e is kept finite, so that a code of 0 is 0 even in a tensor that reaches fp32's largest.
     """
+    tiles, bits = unpack(layout, buf), layout.spec.bits
     step = step_size(tiles.scale, bits).mul_(power_of_two(-tiles.exponent))
     step.clamp_(max=torch.finfo(torch.float32).max)
-    return tiles.codes.sub_(largest_code(bits)).mul_(step.unsqueeze(-1))
+    return layout.tiling.join(tiles.codes.sub_(largest_code(bits)).mul_(step.unsqueeze(-1)), dtype)
 
 
 def step_size(scale: torch.Tensor, bits: int) -> torch.Tensor:

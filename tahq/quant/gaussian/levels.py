@@ -6,6 +6,7 @@ The numbers are literal, since a solver's last digit is a machine's own; each is
 on them to the bit, and streams of version 1 fix them for all time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -118,14 +119,14 @@ def magnitude_indices(magnitude: torch.Tensor, step: torch.Tensor, width: torch.
     Magnitudes are fp32 [T, G], not negative and finite, steps fp32 [T], widths int32 [T]. Where the step is 0, all
     thresholds are: 0 for a value of 0, the last index for others.
     """
-    borders = _tables(magnitude.device).thresholds[width] * step.unsqueeze(-1)
+    borders = _on(magnitude.device, threshold_table)[width] * step.unsqueeze(-1)
     count = torch.searchsorted(borders, magnitude, out_int32=True)
     return torch.minimum(count, _num_magnitudes(width) - 1)
 
 
 def magnitudes_of(index: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """Level magnitudes fp32 [T, G] of indices m [T, G] in tiles of `width` bits [T]."""
-    table = _tables(index.device).magnitudes
+    table = _on(index.device, magnitude_table)
     place = index + table.shape[1] * width.unsqueeze(-1)
     return table.view(-1).index_select(0, place.view(-1)).view(index.shape)
 
@@ -138,7 +139,7 @@ def signed_codes(z: torch.Tensor, index: torch.Tensor, width: torch.Tensor) -> t
 
 def levels_of(codes: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """Signed levels fp32 [T, G] of uint8 codes [T, G] in tiles of `width` bits [T]."""
-    table = _tables(codes.device).levels
+    table = _on(codes.device, level_table)
     place = codes.to(torch.int32) + table.shape[1] * width.unsqueeze(-1)
     return table.view(-1).index_select(0, place.view(-1)).view(codes.shape)
 
@@ -148,16 +149,7 @@ def _num_magnitudes(width: torch.Tensor) -> torch.Tensor:
     return (torch.ones_like(width) << width - 1).unsqueeze(-1)
 
 
-class _Tables:
-    """The tables of `gaussian.levels` on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.magnitudes = torch.from_numpy(magnitude_table()).to(device)
-        self.thresholds = torch.from_numpy(threshold_table()).to(device)
-        self.levels = torch.from_numpy(level_table()).to(device)
-
-
 @cache
-def _tables(device: torch.device) -> _Tables:
-    """Copied to a device once, as a copy from host memory synchronises."""
-    return _Tables(device)
+def _on(device: torch.device, make: Callable[[], NDArray[np.float32]]) -> torch.Tensor:
+    """A table on a device, to which it is copied once: a copy from host memory synchronises."""
+    return torch.from_numpy(make()).to(device)

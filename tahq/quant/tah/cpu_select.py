@@ -81,7 +81,7 @@ def select(layout: TahLayout, sums: Sums | None, exponent: int, team: Team) -> N
         return np.tile(of_sample.numpy().view(np.uint8), layout.tiling.num_samples)
     ranks, is_high = np.empty(layout.num_allocs, np.float32), np.empty(layout.num_allocs, np.uint8)
     entropies(sums, exponent, ranks)
-    if not layout.allocation.by_low_entropy:
+    if layout.spec.select == "low":
         np.negative(ranks, out=ranks)
 
     def work(first: int, stop: int) -> None:

@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import torch
 
-from tahq.quant.tah.stream import Allocation, TahLayout, TahTiles, pack, tile_by_tile, unpack
+from tahq.quant.tah.stream import TahLayout, TahTiles, pack, tile_by_tile, unpack
 from tahq.quant.tiling import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
 
 EPSILON = 1e-12
@@ -27,38 +27,43 @@ EPSILON = 1e-12
 
 def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
     """A stream of version 1, on any device, without synchronising it."""
-    spec, tiling = layout.spec, layout.tiling
-    tiles = encode_tiles(
-        tiling.split(x), layout.allocation, tau=spec.tau, low=spec.low, high=spec.high, padding=tiling.padding
-    )
-    return pack(layout, tiles)
+    return pack(layout, encode_tiles(layout, layout.tiling.split(x)))
 
 
 def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The tensor of an accepted stream; raises what `unpack` does."""
-    return layout.tiling.join(decode_tiles(unpack(layout, buf)), dtype)
+    """The tensor of an accepted stream: (q·s + z), transformed back where flagged, times 2^−e; raises as `unpack`.
+
+    q·s is exact (8 + 11 bits of significand), so a fused multiply-add gives the same.
+    """
+    tiles = unpack(layout, buf)
+    y = tiles.codes.to(torch.float32)
+    y.mul_(tiles.scale.float().unsqueeze(-1)).add_(tiles.zero_point.float().unsqueeze(-1))
+    rows = _worth_transforming(tiles.transformed)
+    flat, flag = y.view(-1, y.shape[-1]), tiles.transformed.flatten()[rows]
+    back = swap(hadamard(flat[rows]), tiles.pivot.flatten()[rows].long())
+    flat[rows] = torch.where(flag.unsqueeze(-1), back, flat[rows])
+    return layout.tiling.join(y.mul_(power_of_two(-tiles.exponent)), dtype)
 
 
-def encode_tiles(
-    x: torch.Tensor, allocation: Allocation, *, tau: float, low: int, high: int, padding: int = 0
-) -> TahTiles:
+def encode_tiles(layout: TahLayout, x: torch.Tensor) -> TahTiles:
     """Quantise tiles: allocate bits by entropy, suppress outliers, round (TAH-Quant §3.1 to §3.3).
 
-    `x`, fp32 [B, S, M, G], is not written; the last `padding` channels of every token's last tile are zeros.
+    `x`, fp32 [B, S, M, G], is not written; the padding in every token's last tile is zeros.
     """
+    spec, padding = layout.spec, layout.tiling.padding
     finite = largest_magnitude(x).isfinite()
     exponent = top_exponent(x, finite, TOP_EXPONENT)
     y = torch.where(finite.unsqueeze(-1), x, 0.0).mul_(power_of_two(exponent))
     magnitude = y.abs()
-    transformed = outlier_ratio(magnitude) > tau
-    is_high = allocate_(magnitude, allocation)
+    transformed = outlier_ratio(magnitude) > spec.tau
+    is_high = allocate_(layout, magnitude)
     pivot = transform_(y, transformed)
     if padding:
         # Padding of tiles that are not transformed takes the tile's first value: minimum and maximum stay.
         last, flag = y[:, :, -1], transformed[:, :, -1:]
         last[..., -padding:] = torch.where(flag, last[..., -padding:], last[..., :1])
-    per_tile = tile_by_tile(is_high, allocation.tiles_per_alloc).view(transformed.shape)
-    levels = torch.where(per_tile, 2**high - 1, 2**low - 1).to(torch.float32)
+    per_tile = tile_by_tile(is_high, layout.tiles_per_alloc).view(transformed.shape)
+    levels = torch.where(per_tile, 2**spec.high - 1, 2**spec.low - 1).to(torch.float32)
     scale, zero_point = scale_and_zero_point(y, levels)
     codes = quantize_(y, scale, zero_point, levels).to(torch.uint8)
     if padding:
@@ -67,31 +72,17 @@ def encode_tiles(
     return TahTiles(exponent, is_high, scale, transformed, zero_point, pivot, codes)
 
 
-def decode_tiles(tiles: TahTiles) -> torch.Tensor:
-    """Values fp32 [B, S, M, G] of tiles: (q·s + z), transformed back where flagged, times 2^−e.
-
-    q·s is exact (8 + 11 bits of significand), so a fused multiply-add gives the same.
-    """
-    y = tiles.codes.to(torch.float32)
-    y.mul_(tiles.scale.float().unsqueeze(-1)).add_(tiles.zero_point.float().unsqueeze(-1))
-    rows = _worth_transforming(tiles.transformed)
-    flat, flag = y.view(-1, y.shape[-1]), tiles.transformed.flatten()[rows]
-    back = swap(hadamard(flat[rows]), tiles.pivot.flatten()[rows].long())
-    flat[rows] = torch.where(flag.unsqueeze(-1), back, flat[rows])
-    return y.mul_(power_of_two(-tiles.exponent))
-
-
-def allocate_(magnitude: torch.Tensor, allocation: Allocation) -> torch.Tensor:
+def allocate_(layout: TahLayout, magnitude: torch.Tensor) -> torch.Tensor:
     """Mark the allocation tiles, bool [B, n], that get H bits, by the entropy over all of their channels or evenly.
 
     Magnitudes are fp32 [B, S, M, G], finite; overwritten.
     """
-    num_samples, tokens, per_token, group = magnitude.shape
-    num_allocs = tokens * per_token // allocation.tiles_per_alloc
-    if allocation.even_share is not None:
-        return spread_high(allocation.even_share, num_allocs, magnitude.device).expand(num_samples, -1)
-    entropies = entropy_(magnitude.view(num_samples, num_allocs, allocation.tiles_per_alloc * group))
-    return select_high(entropies if allocation.by_low_entropy else -entropies, allocation.num_low)
+    num_samples, num_allocs = len(magnitude), layout.allocs_per_sample
+    if layout.spec.adaptive == "off":
+        return spread_high(layout.even_share, num_allocs, magnitude.device).expand(num_samples, -1)
+    channels = layout.tiles_per_alloc * layout.tiling.group
+    entropies = entropy_(magnitude.view(num_samples, num_allocs, channels))
+    return select_high(entropies if layout.spec.select == "high" else -entropies, layout.num_low)
 
 
 def spread_high(low_share: Fraction, count: int, device: torch.device) -> torch.Tensor:

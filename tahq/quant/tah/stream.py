@@ -22,20 +22,6 @@ SIGN = -(2**15)
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
-    """Which allocation tiles get L bits: `num_low` of each sample's, by entropy or evenly.
-
-    Each consists of `tiles_per_alloc` quantisation tiles. With `even_share`, that fraction is spread evenly; otherwise
-    those of lowest (or highest) entropy are taken.
-    """
-
-    num_low: int
-    tiles_per_alloc: int = 1
-    by_low_entropy: bool = True
-    even_share: Fraction | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TahTiles:
     """What a TAH stream says, tile by tile; [B, S, M] unless noted. What is coded is x·2^e, e without dimensions.
 
@@ -75,7 +61,7 @@ class TahLayout(stream.Layout):
         tiling = Tiling.of(shape, spec.group)
         per_alloc = _tiles_per_alloc(spec, tiling)
         allocs_per_sample = tiling.tiles_per_sample // per_alloc
-        num_low = math.floor(allocs_per_sample * low_share(spec))
+        num_low = math.floor(allocs_per_sample * (1 - spec.int4))
         num_tiles, plane_nbytes = tiling.num_tiles, tiling.group // 8
         num_high = per_alloc * tiling.num_samples * (allocs_per_sample - num_low)
         sizes = {
@@ -110,23 +96,12 @@ class TahLayout(stream.Layout):
 
         What `adaptive=off` spreads by; however p is written, its products with n fit 64 bits.
         """
-        return _below(low_share(self.spec), max(self.allocs_per_sample, 1))
-
-    @property
-    def allocation(self) -> Allocation:
-        """Which allocation tiles get L bits."""
-        even_share = self.even_share if self.spec.adaptive == "off" else None
-        return Allocation(self.num_low, self.tiles_per_alloc, self.spec.select == "high", even_share)
+        return _below(1 - self.spec.int4, max(self.allocs_per_sample, 1))
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """[B, S, M], the shape of what there is once a tile."""
         return self.tiling.num_samples, self.tiling.tokens_per_sample, self.tiling.tiles_per_token
-
-
-def low_share(spec: TahSpec) -> Fraction:
-    """1 − p, exactly."""
-    return 1 - spec.int4
 
 
 def _tiles_per_alloc(spec: TahSpec, tiling: Tiling) -> int:
