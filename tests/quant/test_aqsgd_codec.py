@@ -90,17 +90,6 @@ def test_any_order_of_visits_gives_what_the_definition_says_at_both_ends(visits,
     assert {i: cut.remembered(i).tolist() for i in model.memory} == {i: m.tolist() for i, m in model.memory.items()}
 
 
-def test_a_slow_drift_costs_less_than_sending_without_memory():
-    cut, direct = Cut(), get_codec("aqsgd:cache=none")
-    base, way = micro_batch([0, 1]), noise(7, 2, S, C)
-    errors = {"memory": [], "none": []}
-    for step in range(8):
-        x = base + 0.02 * step * way
-        errors["memory"].append(float((cut.send(x, [0, 1]) - x).norm()))
-        errors["none"].append(float((direct.decode(direct.encode(x), x.shape) - x).norm()))
-    assert max(errors["memory"]) < min(errors["none"]) / 5
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("visited", [False, True])
 def test_a_sample_that_is_not_finite_poisons_nothing(bad, visited):

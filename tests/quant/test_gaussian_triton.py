@@ -12,7 +12,6 @@ from support.tile_agreement import check, check_allocation, gaussians, layout_of
 from tahq.errors import CodecError
 from tahq.quant import bit_planes, get_codec
 from tahq.quant.gaussian import bit_allocation, tile_stream
-from tahq.quant.tiling import Tiling
 
 pytestmark = in_interpreter
 CPU = torch.device("cpu")
@@ -87,26 +86,11 @@ def test_parts_of_the_tokens_do_not_show(wf_triton, monkeypatch, limits):
     assert check("wf:group=32,bits=2", gaussians((3, 9, 96), 3) + 2, KEY, *FP32).same_bytes
 
 
-def test_more_parts_than_are_added_at_once(wf_triton, monkeypatch):
-    monkeypatch.setattr(wf_triton, "ELEMENTS_PER_BLOCK", 256)
-    assert wf_triton.Columns.of(Tiling.of((20, 256), 256)).num_parts == 20
-    assert check("wf:group=256,bits=2", gaussians((20, 256), 4) - 1, KEY, *FP32).same_bytes
-
-
 def test_means_are_never_minus_zero_and_a_token_may_have_more_tiles_than_are_summed_at_once():
     assert check("wf:bits=1.5,group=8", gaussians((1, 1040), 2, spread=0.0), KEY, *FP32).same_bytes
     x = gaussians((2, 3, 64), 8)
     x[..., 5], x[..., 6] = -1e-12, -0.0
     assert check("wf:bits=2", x, KEY, *FP32).same_bytes
-
-
-@pytest.mark.parametrize("shape", [(2, 1024, 1600), (1, 1), (16384, 64), (1, 1 << 20), (7, 3, 40000)], ids=str)
-def test_every_token_is_in_one_part(wf_triton, shape):
-    columns = wf_triton.Columns.of(Tiling.of(shape, 128))
-    assert (columns.num_parts - 1) * columns.tokens_per_part < columns.num_tokens
-    assert columns.num_parts * columns.tokens_per_part >= columns.num_tokens
-    assert columns.tokens_per_part % columns.tokens_per_block == 0
-    assert 1 <= columns.num_programs <= wf_triton.MAX_MEASURED
 
 
 DAMAGED = {"eden": ("eden:bits=2.5,group=32", (3, 5, 96)), "wf": ("wf:bits=2.5,group=32", (3, 5, 90))}

@@ -87,25 +87,13 @@ def main(count: int, seed: int, part: int, parts: int) -> None:
 
 def jobs(count: int) -> list[Job]:
     """Every case on every backend of the CPU; fast decoders share what the slow ones, in plain torch, leave."""
-    backends = {case: _backends(case[0]) for case in CASES}
-    num_slow = int(count * SLOW_SHARE)
-    weights = {case: _weight(case[0], backends[case]) for case in CASES}
-    slow_decodes = sum(num_slow for case in CASES if weights[case] == 0 or len(backends[case]) > 1)
-    unit = -(-(count - slow_decodes) // sum(weights.values()))
-    return [Job(*case, backends[case], unit * weights[case] or num_slow, num_slow) for case in CASES]
-
-
-def _weight(spec: str, backends: tuple[str, ...]) -> int:
-    """How many parts of the decodes a case gets, about as its decoder is fast; none if its only one is slow."""
-    if spec.startswith("raw"):
-        return 4
-    if "cpu" not in backends:
-        return 0
-    return 3 if spec.startswith("fixed") else 1
-
-
-def _backends(spec: str) -> tuple[str, ...]:
-    return ("cpu", "reference") if "cpu" in backends_of(spec) else ("reference",)
+    fast = [spec.startswith("raw") or "cpu" in backends_of(spec) for spec, _ in CASES]
+    each, num_slow = -(-count // sum(fast)), int(count * SLOW_SHARE)
+    planned = []
+    for (spec, shape), is_fast in zip(CASES, fast, strict=True):
+        backends = tuple(name for name in ("cpu", "reference") if name in backends_of(spec))
+        planned.append(Job(spec, shape, backends, each if is_fast else num_slow, num_slow))
+    return planned
 
 
 def run(job: Job, memory: GuardedMemory, rng: np.random.Generator) -> int:
