@@ -176,24 +176,3 @@ def test_rows_and_gradients_have_the_bits_of_torchs_embedding(ends, padding, bf1
         assert torch.equal(*outputs)
         assert outputs[1].dtype == torch.float32
     assert torch.equal(ours.low_rank.grad, plain.weight.grad)
-
-
-def test_absent_tokens_change_by_decay_and_moments_as_under_adamw():
-    """Row 1 has a gradient at step 0 alone, row 2 never, `fp32` so that nothing is rounded."""
-    plain, ours = pair("fp32", states="fp32")
-    before = plain.weight.detach().clone()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    for step, tokens in enumerate([[0, 1], [0, 5], [0, 0]]):
-        ours.low_rank.begin(step)
-        reference.zero_grad()
-        for module in (plain, ours):
-            module(torch.tensor(tokens)).square().sum().backward()
-        reference.step()
-        ours.low_rank.apply(step, 0.01, 0.1)
-    after = ours.low_rank.storage.decoded(torch.float32)
-    torch.testing.assert_close(after, plain.weight.detach(), rtol=0, atol=1e-6)
-    decayed = before[2]
-    for _ in range(3):
-        decayed = decayed * (1 - 0.01 * 0.1)
-    assert torch.equal(after[2], decayed)
-    assert float((after[1] - before[1]).abs().min()) > 0.01  # of three steps, two by what is remembered

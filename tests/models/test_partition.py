@@ -66,14 +66,6 @@ def test_divide_is_the_best_of_all_divisions(data, num_layers):
     assert rank(chosen) == min(rank(sizes) for sizes in every_division(num_layers, num_stages))
 
 
-@given(st.lists(st.floats(0, 1e300), min_size=3, max_size=9), st.integers(1, 3))
-def test_divide_covers_every_block_once_whatever_the_costs(blocks, num_stages):
-    ranges = divide(LayerCosts(blocks[0], tuple(blocks), blocks[-1]), num_stages)
-    assert [index for r in ranges for index in range(r.start, r.stop)] == list(range(len(blocks)))
-    assert [r.first for r in ranges] == [True] + [False] * (num_stages - 1)
-    assert [r.last for r in ranges] == [False] * (num_stages - 1) + [True]
-
-
 def test_divide_follows_the_users_list():
     ranges = divide(LayerCosts(0.0, (1.0,) * 8, 9.0), 3, [1, 1, 6])
     assert ranges == (BlockRange(0, 1, 8), BlockRange(1, 2, 8), BlockRange(2, 8, 8))

@@ -129,9 +129,3 @@ class Trained:
         whole = torch.full((tensor.nbytes + 2 * margin,), 0xAA, dtype=torch.uint8, device=self._device)
         inner = whole[margin : margin + tensor.nbytes].view(tensor.dtype)
         return inner.copy_(tensor)
-
-
-class Unaligned(Trained):
-    """The same, where no tensor begins at a multiple of 16 bytes."""
-
-    MARGIN = 516

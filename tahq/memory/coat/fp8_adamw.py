@@ -62,8 +62,6 @@ class Fp8AdamW(AdamwLoop):
         step = step_in_torch
         if weight.device.type == "cpu":
             step = import_module("tahq.memory.coat.fp8_adamw_cpu").step_on_cpu
-        elif weight.numel() > 0 and has_ptx(weight.device.type):
-            step = import_module("tahq.memory.coat.fp8_adamw_kernels").step_on_cuda
         step(weight, gradient, self._moments(state), numbers)
 
     def _moments(self, state: State) -> Moments:

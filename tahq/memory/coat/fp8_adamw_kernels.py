@@ -32,7 +32,6 @@ import triton
 import triton.language as tl
 
 from tahq.memory.adam.kernels import NUMBERS, load_once, moved_weight, store
-from tahq.memory.adam.loop import AdamwNumbers
 from tahq.memory.coat import fp8_bits, fp8_codes
 from tahq.memory.coat.fp8_bits import exp2, look_up, product_without_subnormals, put, reciprocal_ftz
 from tahq.memory.coat.fp8_codes import E4M3, E5M2, FRACTION_BITS, has_fp8_units
@@ -47,7 +46,7 @@ from tahq.memory.coat.fp8_groups import (
     Moments,
     smallest_share,
 )
-from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch, aligned, on_device_of
+from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, log2
 from tahq.quant.stream import ALIGNMENT
 
@@ -328,20 +327,8 @@ def step_kernel(
     )  # fmt: skip
 
 
-def step_on_cuda(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, numbers: AdamwNumbers) -> None:
-    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing."""
-    gradients = aligned(gradients)
-    if launches := bind_step(weights, gradients, moments):
-        launches(gradients, numbers)
-        return
-    with on_device_of(weights):
-        # cached launches take aligned tensors only
-        for launch in _launches.__wrapped__(weights.numel(), *_kinds(moments)):
-            launch(*_tensors(weights, gradients, moments), last=numbers)
-
-
 def bind_step(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) -> BoundLaunches | None:
-    """`step_on_cuda` on these tensors, and any gradient like this one; None where a tensor is not aligned."""
+    """As `step_in_torch`, on these tensors and any gradient like this one; None where a tensor is not aligned."""
     tensors = _tensors(weights, gradients, moments)
     if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
         return None
