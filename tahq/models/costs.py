@@ -57,7 +57,10 @@ def measured_costs(
 
     def seconds(parts: Parts) -> float:
         model, durations = build(parts), []
-        x = _sample_input(model, micro_batch, seq_len, device)
+        x = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
+        if not parts.embedding:
+            generator = torch.Generator("cpu").manual_seed(0)
+            x = torch.randn(micro_batch, seq_len, spec.hidden_size, generator=generator).to(device).requires_grad_()
         with sharing_copies_of([model]):
             for _ in range(1 + repeats):
                 start = clock()
@@ -78,11 +81,3 @@ def measured_costs(
         blocks=tuple(seconds_of[window] for window in windows),
         head=seconds(Parts(range(0), head=True)),
     )
-
-
-def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: torch.device | str) -> torch.Tensor:
-    if model.parts.embedding:
-        return torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
-    generator = torch.Generator("cpu").manual_seed(0)
-    hidden = torch.randn(micro_batch, seq_len, model.spec.hidden_size, generator=generator)
-    return hidden.to(device).requires_grad_()
