@@ -12,8 +12,7 @@ from pathlib import Path
 
 from chaos.results import Results, default_path
 from chaos.row import Row
-from chaos.rows import ROWS
-from chaos.session import run_in_lanes, run_row
+from chaos.session import ROWS, run_in_lanes, run_row
 
 
 def main() -> int:

@@ -47,10 +47,8 @@ _OVER: Any = object()
 _LOST = 1
 """The stage whose worker dies after the first step."""
 _NEXT_WORKER = b"stage 1 again"
-Said = tuple[bytes, Message]
-"""Who, and what."""
-Heard = Said | None
-"""None: the worker of stage `_LOST` has died."""
+Heard = tuple[bytes, Message] | None
+"""Who said what; None: the worker of stage `_LOST` has died."""
 
 
 def transcript() -> list[Heard]:
@@ -139,9 +137,7 @@ def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
         data = _damage(dice, true)
         if data == true:
             continue
-        said = _refusal(data)
-        assert said is not None, f"accepted: {data.hex()}"
-        assert _PEER in said, said
+        assert isinstance(_read(data), str), f"accepted: {data.hex()}"
         num_refused += 1
     return {"refused": num_refused}
 
@@ -159,26 +155,17 @@ def _damage(dice: Random, data: bytes) -> bytes:
     return bytes(changed)
 
 
-def _refusal(data: bytes) -> str | None:
-    """What a message is refused with; None if it is not."""
-    try:
-        decode_message(data, _PEER)
-    except RemoteProtocolError as error:
-        return str(error)
-    return None
-
-
 # -- resealed -------------------------------------------------------------------------------------
 
 
 def fuzz_resealed_control(count: int, seed: int) -> dict[str, int]:
     """Change and reseal messages; a coordinator gets those that still decode. Returns counts by outcome."""
     with TemporaryDirectory(prefix="tahq-chaos-") as folder:
-        return _fuzz_resealed(count, seed, Path(folder))
+        return _fuzz_resealed(Random(seed), count, Path(folder))
 
 
-def _fuzz_resealed(count: int, seed: int, folder: Path) -> dict[str, int]:
-    dice, calm, others = Random(seed), transcript(), other_messages()
+def _fuzz_resealed(dice: Random, count: int, folder: Path) -> dict[str, int]:
+    calm, others = transcript(), other_messages()
     counts: Counter[str] = Counter()
     assert _status(calm, folder) == 0
     places = [place for place, said in enumerate(calm) if said is not None]
@@ -186,8 +173,8 @@ def _fuzz_resealed(count: int, seed: int, folder: Path) -> dict[str, int]:
         place = dice.choice(places)
         who, true = calm[place] or (b"", say.Ready(0))
         is_in_place = dice.random() < 0.8
-        message = _reread(_mutate(dice, true if is_in_place else dice.choice(others)))
-        if message is None:
+        message = _read(_mutate(dice, true if is_in_place else dice.choice(others)))
+        if isinstance(message, str):
             counts["refused"] += 1
             continue
         said = [*calm[:place], (who, message), *calm[place + is_in_place :]]
@@ -233,10 +220,14 @@ _VALUES: dict[type, list[Any]] = {
 }
 
 
-def _reread(data: bytes) -> Message | None:
-    said = _refusal(data)
-    assert said is None or _PEER in said, said
-    return decode_message(data, _PEER) if said is None else None
+def _read(data: bytes) -> Message | str:
+    """The message, or the error that it is refused with, which names the peer."""
+    try:
+        return decode_message(data, _PEER)
+    except RemoteProtocolError as error:
+        said = str(error)
+    assert _PEER in said, said
+    return said
 
 
 class _Transcript(ScriptedServer):
@@ -249,7 +240,7 @@ class _Transcript(ScriptedServer):
         self.is_dead = False
         """Whether the worker of stage `_LOST` has died."""
 
-    def poll(self, timeout_s: float) -> list[Said]:
+    def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
         said = None if self._silent_polls else next(self._said, _OVER)
         if said is not None and said is not _OVER:
             return [said]

@@ -114,11 +114,7 @@ def _truncate(dice: Random, header: bytes, payload: bytes) -> Raw:
 def fuzz_resealed(count: int, seed: int) -> dict[str, int]:
     """Give changed and resealed messages to sessions in the middle of a frame; returns counts by outcome."""
     dice, base = Random(seed), true_messages()
-    counts: Counter[str] = Counter()
-    for _ in range(count):
-        header, payload = reseal(dice, *dice.choice(base))
-        counts[_give(header, payload)] += 1
-    return dict(counts)
+    return dict(Counter(_give(*reseal(dice, *dice.choice(base))) for _ in range(count)))
 
 
 def reseal(dice: Random, header: bytes, payload: bytes) -> Raw:
@@ -250,13 +246,10 @@ class _Transfer:
                 session.handle_timer(self.now_s)
 
     def duplicate(self, said: list[Raw]) -> list[Raw]:
-        """Each message up to three times, and some of long ago among them."""
-        result: list[Raw] = []
-        for message in said:
-            extra = self.dice.randint(1, 2)
-            result += [message] * (1 + extra)
-            self.num_disturbed += extra
-        return result
+        """Each message two or three times."""
+        times = [self.dice.randint(2, 3) for _ in said]
+        self.num_disturbed += sum(times) - len(times)
+        return [message for message, count in zip(said, times, strict=True) for _ in range(count)]
 
     def reorder(self, said: list[Raw]) -> list[Raw]:
         """Messages in any order, within a window of four."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +51,7 @@ class Results:
         self._tries = [Try(**each) for each in content.get("tries", [])]
         self._machines: list[str] = content.get("machines", [])
         self._notes = dict.fromkeys([*content.get("notes", []), *([note] if note else [])])
-        self._commit = _commit()
+        self._commit = harness.commit()
 
     def has_passed(self, row: str, number: int) -> bool:
         """Whether this try was made, and passed."""
@@ -85,8 +84,13 @@ class Results:
             "rows": self._rows,
             "tries": [asdict(each) for each in self._tries],
         }
-        _replace(self.path, json.dumps(content, indent=1) + "\n")
-        _replace(self.path.with_suffix(".md"), self._table())
+        for path, text in (
+            (self.path, json.dumps(content, indent=1) + "\n"),
+            (self.path.with_suffix(".md"), self._table()),
+        ):
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
 
     def _table(self) -> str:
         commits = dict.fromkeys(each.commit for each in self._tries if each.commit)
@@ -96,8 +100,6 @@ class Results:
             *(f"- {each}" for each in (*self._machines, *self._notes)),
             f"- commits: {', '.join(commits)}",
             "",
-        ]
-        lines += [
             "Each row is a fault in real processes ([more on each](../../docs/chaos.md)). Figures are medians over the",
             "tries that passed, the largest in brackets. BX: losses, final weights and optimizer states are those of",
             "the undisturbed run, to the bit.",
@@ -129,19 +131,3 @@ def _cell(tries: list[Figures], name: str) -> str:
     unit = " s" if name.endswith("_s") else ""
     middle, largest = median(numbers), max(numbers)
     return f"{middle:.4g}{unit}" if middle == largest else f"{middle:.3g} ({largest:.3g}){unit}"
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(RESULTS_FOLDER)]
-    try:
-        head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True, stderr=subprocess.DEVNULL)
-        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""  # no git, or no repository
-    return head.strip() + ("+" if changed else "")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -11,11 +11,27 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 
+from chaos.joining_rows import JOINING_ROWS
+from chaos.link_rows import LINK_ROWS
+from chaos.message_rows import MESSAGE_ROWS
+from chaos.recovery_rows import RECOVERY_ROWS
 from chaos.results import Results, Try
 from chaos.row import Attempt, Calm, Row
+from chaos.snapshot_rows import SNAPSHOT_ROWS
+from chaos.stranger_rows import STRANGER_ROWS
+from chaos.worker_rows import WORKER_ROWS
 from tahq_netem.backends.choice import probe
 
 TRIES_PER_PROCESS = 5
+ROWS: tuple[Row, ...] = (
+    *RECOVERY_ROWS,
+    *SNAPSHOT_ROWS,
+    *LINK_ROWS,
+    *WORKER_ROWS,
+    *JOINING_ROWS,
+    *STRANGER_ROWS,
+    *MESSAGE_ROWS,
+)
 
 
 def obstacle(row: Row) -> str | None:

@@ -48,10 +48,6 @@ def _flip(attempt: Attempt, victim: Path) -> None:
     victim.write_bytes(content)
 
 
-def _remove(attempt: Attempt, victim: Path) -> None:
-    victim.unlink()
-
-
 def disk_full(attempt: Attempt) -> Figures:
     """The disk is full when a snapshot is due, and has room again for the last one."""
     config = small_run(30, run={"snapshot_every": 10})
@@ -91,14 +87,13 @@ def journal_disk_full(attempt: Attempt) -> Figures:
     return measured
 
 
-flipped_bit, missing_file = (partial(_damaged, damage=damage) for damage in (_flip, _remove))
+flipped_bit = partial(_damaged, damage=_flip)
+missing_file = partial(_damaged, damage=lambda attempt, victim: victim.unlink())
 _BEFORE = "the snapshot before it is used, with a warning that names the file; BX"
 
 SNAPSHOT_ROWS = (
-    Row("snapshot-flipped-bit", "a bit of the newest snapshot flipped", _BEFORE, partial(_damaged, damage=_flip), 8),
-    Row(
-        "snapshot-missing-file", "a file of the newest snapshot missing", _BEFORE, partial(_damaged, damage=_remove), 8
-    ),
+    Row("snapshot-flipped-bit", "a bit of the newest snapshot flipped", _BEFORE, flipped_bit, 8),
+    Row("snapshot-missing-file", "a file of the newest snapshot missing", _BEFORE, missing_file, 8),
     Row(
         "snapshot-disk-full",
         "the disk full when a snapshot is due",

@@ -4,8 +4,7 @@ import pytest
 
 from chaos.message_rows import MESSAGE_ROWS
 from chaos.row import Attempt, Calm, Row
-from chaos.rows import ROWS
-from chaos.session import obstacle
+from chaos.session import ROWS, obstacle
 
 SHORT = 0.01
 """Of what takes long only because there is much of it, this share."""

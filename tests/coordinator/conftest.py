@@ -99,9 +99,8 @@ class ScriptedServer:
 class ScriptedWorker:
     """A worker that keeps to the protocol, unless told to do otherwise.
 
-    `hello` and `prepare` are fields to change; `silent_from_step` stops all messages at that step; `say` maps a step to
-    messages sent instead of its Prepare; `ignores` are types of messages that it does not react to; of the checkpoints
-    `damaged`, by step, its host has no whole file.
+    `hello` and `prepare` are fields to change; `say` maps a step to messages sent instead of its Prepare; `ignores` are
+    types of messages that it does not react to; of the checkpoints `damaged`, by step, its host has no whole file.
     """
 
     server: ScriptedServer
@@ -223,15 +222,8 @@ class Scene:
         if training:
             changes["training"] = TrainingConfig(**(self.options.training.model_dump() | training))
         self.options = replace(self.options, **changes)
-        self.coordinator = Coordinator(
-            self.options,
-            self.server,
-            self.observer,
-            publish=self.publish,
-            executor=self.executor,
-            journal=journal,
-            clock=self.clock,
-        )
+        means = {"publish": self.publish, "executor": self.executor, "journal": journal, "clock": self.clock}
+        self.coordinator = Coordinator(self.options, self.server, self.observer, **means)
         return self.coordinator
 
     def publish(self, parts):
@@ -308,8 +300,7 @@ class Scene:
                 action()
 
     def run(self, tick=None, **changes):
-        coordinator = self.coordinator or self.build(**changes)
-        return coordinator.run(tick or self.tick)
+        return (self.coordinator or self.build(**changes)).run(tick or self.tick)
 
     @property
     def end(self):

@@ -113,22 +113,17 @@ def test_everything_is_measured_and_all_workers_leave(scene, begin):
     assert {"compute of stages 0, 1, 2", "1/6  host1 and host2", "6/6  host2 and all others"} <= set(told)
 
 
-def test_a_peer_that_cannot_be_reached_is_named_and_the_rest_measured(scene, begin):
-    measured = begin(stage2={"unreachable": (0,)})
+def test_a_peer_that_cannot_be_reached_is_named_and_not_tried_again_and_the_rest_measured(scene, begin):
+    measured = begin(replace(REQUEST, connections=(2,)), stage2={"unreachable": (0,)})
     assert scene.run() == 3
+    assert paths_of(scene, 2) == [[1], [1, 1], [0]]
+    assert paths_of(scene, 1) == [[0], [0, 0], [0, 2]]
     assert scene.end.message == "from host2 to host0: host0: Connection refused"
     assert scene.observer.of("warned") == ["from host2 to host0: host0: Connection refused"]
     numbers = measured.numbers(Imitated(), "")
     failed = {(path.source, path.target) for path in numbers.paths if path.failure}
     assert failed == {("host0", "host2"), ("host2", "host0")}
     assert sum(path.rate is not None for path in numbers.paths) == 4
-
-
-def test_failed_pair_is_not_tried_again(scene, begin):
-    begin(replace(REQUEST, connections=(2,)), stage2={"unreachable": (0,)})
-    scene.run()
-    assert paths_of(scene, 2) == [[1], [1, 1], [0]]
-    assert paths_of(scene, 1) == [[0], [0, 0], [0, 2]]
 
 
 def test_hosts_that_only_dial_out_are_told_and_the_rest_measured(scene, begin):
@@ -170,9 +165,3 @@ def test_figures_that_were_not_asked_for_end_the_measurement(scene, begin, said)
     begin(stage1={"say": said})
     assert scene.run() == 3
     assert "stage 1 (host1, pid 101)" in scene.end.message
-
-
-def test_a_run_takes_no_figures(scene):
-    scene.workers(stage1={"say": {1: [PathsMeasured(1, 1, [0.1], [1.0], [1.0])]}})
-    assert scene.run() == 3
-    assert "sent PathsMeasured while the run was training" in scene.end.message

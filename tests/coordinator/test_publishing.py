@@ -56,13 +56,6 @@ def test_steps_are_committed_while_a_checkpoint_is_published(scene):
     assert [message.step for message in scene.server.told(b"worker-1", Published)] == [2, 4, 6, 8]
 
 
-def test_run_ends_when_its_last_checkpoint_is_published_however_late(late):
-    late.workers()
-    assert late.run(steps=5, snapshot_every=2) == 0
-    assert [part.step for part in late.published] == [2, 4, 5]
-    assert late.end.last_snapshot == 5
-
-
 def test_run_that_breaks_off_names_the_checkpoint_that_was_being_published(late):
     late.workers(stage1={"silent_from_step": 3})
     assert late.run(steps=8, snapshot_every=2, give_up_s=20.0) == 3

@@ -72,18 +72,6 @@ def test_neighbours_make_ready_before_the_new_worker_is_told_whom_to_dial(scene)
     assert not widened or widened[-1].through == -1
 
 
-def test_stage_that_has_not_kept_its_frames_sends_all_back(scene):
-    scene.one_message_a_turn()
-    scene.workers(stage2={"lacking": [1]})
-    scene.build(steps=6, snapshot_every=2)
-    scene.start_over_when_told(lacking=[])
-    scene.after(3, lambda: scene.kill(1))
-    assert scene.run() == 0, scene.end.message
-    assert "stage 2 has not kept all that it sent on link 1: all stages go back to step 2" in scene.warnings()
-    assert scene.losses() == [2.0] * 6
-    assert [worker.generation for worker in scene.stages] == [1, 2, 1]
-
-
 def test_stages_that_go_back_repeat_what_they_had_said_about_the_step(scene):
     """Of a step that only the killed worker has not prepared; the second time theirs took another time."""
     scene.workers(stage1={"say": {3: []}}, stage2={"lacking": [1]})
@@ -152,11 +140,6 @@ def test_worker_with_another_key_cannot_take_a_stage_over(scene, phase):
     assert {refusal.differences[0][1] for refusal in refusals} == {"key-x"}
     assert scene.observer.of("stage_left") == []
     assert scene.server.told(b"worker-1", say.StartOver) == []
-
-
-def test_frames_are_freed_when_a_checkpoint_is_complete(scene):
-    led(scene, [])
-    assert [published.step for published in scene.server.told(b"worker-1", say.Published)] == [3, 6, 8]
 
 
 def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):

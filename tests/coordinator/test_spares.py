@@ -175,7 +175,7 @@ def test_without_a_checkpoint_a_spare_begins_at_the_beginning(scene, spare):
     assert scene.losses() == [2.0] * 12
 
 
-def test_killed_worker_that_cannot_be_started_again_is_replaced_by_a_spare(scene, spare):
+def test_killed_worker_that_cannot_be_started_again_is_replaced_by_a_spare_and_its_process_ignored(scene, spare):
     serve(scene)
 
     def restart(stage):
@@ -183,16 +183,10 @@ def test_killed_worker_that_cannot_be_started_again_is_replaced_by_a_spare(scene
 
     scene.coordinator.restart = restart
     scene.after(6, lambda: scene.kill(1))
+    scene.after(9, lambda: scene.coordinator.worker_exited(1, 2, "refused"))
     assert scene.run() == 0, scene.end.message
     assert "was killed too often" in scene.warnings()
     assert scene.server.told(b"spare", say.Start)[0].step == 4
-
-
-def test_exit_of_a_process_whose_stage_a_spare_has_is_ignored(scene, spare):
-    serve(scene)
-    silence(scene, 1, 6)
-    scene.after(9, lambda: scene.coordinator.worker_exited(1, 2, "refused"))
-    assert scene.run() == 0, scene.end.message
 
 
 def test_neighbours_that_come_back_at_different_checkpoints_go_back_with_all_others(scene, spare):
