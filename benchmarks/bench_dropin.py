@@ -29,7 +29,7 @@ from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.runtimes.gloo import GlooSession
 from tahq_netem.runtimes.session import RuntimeStep, SessionRequest
-from tahq_netem.sweep.measurement import apply_plan, open_network
+from tahq_netem.sweep.measurement import open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
@@ -118,9 +118,9 @@ def measure(size: Size, rate: float) -> Iterator[tuple[Point, list[float], list[
             continue
         with open_network(uniform(num_ranks, rate=rate), sweep(size.speed)) as network:
             for point in points:
-                apply_plan(network, plan_network(uniform(num_ranks)))
+                network.set_plan(plan_network(uniform(num_ranks)))
                 learned = run(network, point, learning, None, size.num_loss_steps)
-                apply_plan(network, plan_network(uniform(num_ranks, rate=rate)))
+                network.set_plan(plan_network(uniform(num_ranks, rate=rate)))
                 count = point.num_stages
                 times = StageTimes((size.forward_s / count,) * count, (size.backward_s / count,) * count)
                 timed = run(network, point, sweep(size.speed), times, SETTLE_STEPS + size.num_timed_steps)

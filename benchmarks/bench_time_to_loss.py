@@ -27,7 +27,7 @@ from tahq.data.tokenizer import load_tokenizer
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.runtimes.session import RuntimeSession, RuntimeStep, SessionRequest
-from tahq_netem.sweep.measurement import apply_plan, open_network
+from tahq_netem.sweep.measurement import open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.spec import SweepConfig, split_wire
@@ -76,7 +76,7 @@ class Training:
         say(f"  step {len(self.losses)}, loss {self.losses[-1]:.3f}")
 
     def _shape(self, rate: float | None) -> None:
-        apply_plan(self._network, plan_network(uniform(STAGES, rate=rate)))
+        self._network.set_plan(plan_network(uniform(STAGES, rate=rate)))
         self._keep(self._session.take_finished())  # their losses count, their times mean nothing
 
     def _keep(self, records: Sequence[RuntimeStep]) -> None:
@@ -113,7 +113,7 @@ def train(sweep: SweepConfig, wire: str, network: Network, epoch_steps: int, opt
         config = session_config(sweep, key, Path(name), None)
         training = config.training.model_copy(update={"lr": options.lr, "warmup_steps": WARM_UP_STEPS})
         config = config.model_copy(update={"training": training})
-        apply_plan(network, plan_network(uniform(STAGES)))
+        network.set_plan(plan_network(uniform(STAGES)))
         request = SessionRequest(config, key.schedule, network, tuple(network.plan.hosts), Path(name))
         with RUNTIMES["tahq"](request) as session:
             run = Training(session, network, options.rates)

@@ -30,7 +30,7 @@ from tahq.plan.search.table import ClusterTable
 from tahq_netem.measure.calibration import calibrate
 from tahq_netem.network.description import NetworkPlan, plan_network
 from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.sweep.measurement import Measurement, apply_plan, check_busy, measure_point, open_network
+from tahq_netem.sweep.measurement import Measurement, check_busy, measure_point, open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.spec import SweepConfig
@@ -184,7 +184,7 @@ class PlannedRun:
             open_network(network_config(cluster), self.sweep) as network,
             tempfile.TemporaryDirectory(prefix="tahq-bench-") as name,
         ):
-            apply_plan(network, network_plan(cluster))
+            network.set_plan(network_plan(cluster))
             calibrate(network, pairs=pairs, quick=True).check()
             request = SessionRequest(self.config(Path(name)), self.plan.schedule, network, self.hosts, Path(name))
             with RUNTIMES["tahq"](request) as session:

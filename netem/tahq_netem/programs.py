@@ -52,15 +52,13 @@ def leave_with_stdin() -> None:
     threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
 
 
-def hurry() -> str:
-    """Ask for real-time priority (else a lower nice value) for the calling thread; return what was granted."""
-    with suppress(PermissionError):
+def hurry() -> None:
+    """Ask for real-time priority, else a lower nice value, for the calling thread."""
+    try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_PRIORITY))
-        return "real-time"
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-        return f"nice {_NICE}"
-    return "normal"
+    except PermissionError:
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
 @contextmanager

@@ -89,13 +89,13 @@ def bad_for_10_min(attempt: Attempt) -> Figures:
         scene.wait_for_step(2)
         good, began_s = network.plan.paths, time.time()
         for source, destination in good:
-            network.set_path(source, destination, _BAD)
+            network.set_plan(network.plan.with_path(source, destination, _BAD))
         sizes_kib = {worker.pid: resident_kib(worker.pid) for worker in scene.workers}
         scene.wait(lambda: time.time() >= began_s + lasts_s, lasts_s + 10, "ten minutes")
         grown_kib = [resident_kib(pid) - before for pid, before in sizes_kib.items()]
         num_bad, ended_s = scene.num_steps, time.time()
         for (source, destination), path in good.items():
-            network.set_path(source, destination, path)
+            network.set_plan(network.plan.with_path(source, destination, path))
         measured = attempt.finish(scene, config, began_s, ended_s, timeout_s=400)
     assert 2 < num_bad < 400, f"{num_bad} steps in the bad time"
     assert max(grown_kib) < MAX_GROWTH_KIB, f"workers grew by {grown_kib} KiB"

@@ -88,11 +88,11 @@ def test_rates_and_caps_of_pairs_hold_and_change_at_run_time(backend, build, mea
     measurements = measure(network)
     judge(measurements.steady("host0", "host1"))
     judge(measurements.steady("host0", "host2"))
-    network.set_path("host0", "host1", PathShape())
-    network.set_rates("host1", HostShape(8e7, 4e7))
+    network.set_plan(network.plan.with_path("host0", "host1", PathShape()))
+    network.set_plan(network.plan.with_rates("host1", HostShape(8e7, 4e7)))
     judge(measurements.steady("host0", "host1"))
-    network.set_rates("host0", HostShape(2e7, 8e7))
-    network.set_rates("host1", HostShape(8e7))
+    network.set_plan(network.plan.with_rates("host0", HostShape(2e7, 8e7)))
+    network.set_plan(network.plan.with_rates("host1", HostShape(8e7)))
     judge(measurements.steady("host0", "host1"))
 
 
@@ -122,7 +122,7 @@ def test_rate_holds_with_a_delay_and_the_delay_of_a_pair_changes_at_run_time(bac
     judge(measurements.round_trip("host0", "host1"))
     judge(measurements.steady("host0", "host2"))
     for delay_s in (0.1, 0.0):
-        network.set_path("host0", "host1", PathShape(delay_s=delay_s))
+        network.set_plan(network.plan.with_path("host0", "host1", PathShape(delay_s=delay_s)))
         judge(measurements.round_trip("host0", "host1"))
     judge(measurements.round_trip("host0", "host2"))
 

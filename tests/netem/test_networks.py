@@ -100,7 +100,7 @@ def test_description_fits_json_and_says_what_is_in_force(backend, build):
     config = uniform(2, rate=1e9, congestion_control="reno")
     pair = PairConfig(between=("host0", "host1"), rate=1e7)
     network = build(backend, config.model_copy(update={"pairs": [pair], "tcp_slow_start_after_idle": False}))
-    network.set_rates("host0", HostShape(2e7, 1e9))
+    network.set_plan(network.plan.with_rates("host0", HostShape(2e7, 1e9)))
     described = json.loads(json.dumps(network.describe()))
     assert described["backend"] == backend
     assert described["congestion_control"] == network.congestion_control == "reno"
@@ -162,9 +162,9 @@ def test_delay_without_netem_is_refused_and_the_network_stays_as_it_was(build, m
         pytest.skip("this kernel has netem")
     network = build("kernel", uniform(2, rate=1e8))
     with pytest.raises(NetworkError, match=r"this kernel has no netem \(module sch_netem\)"):
-        network.set_path("host0", "host1", PathShape(delay_s=0.01))
+        network.set_plan(network.plan.with_path("host0", "host1", PathShape(delay_s=0.01)))
     assert network.plan == plan_network(uniform(2, rate=1e8))
-    network.set_rates("host1", HostShape(1e8, 5e7))
+    network.set_plan(network.plan.with_rates("host1", HostShape(1e8, 5e7)))
     assert count(measure(network), 9) == 9
 
 
@@ -195,7 +195,7 @@ def test_wire_that_has_died_is_named(build):
     os.kill(network.wire.pid, 9)
     wait_until(lambda: not is_alive(network.wire.pid), 10, "the wire dies")
     with pytest.raises(NetworkError, match="wire process"):
-        network.set_rates("host0", HostShape(1e7))
+        network.set_plan(network.plan.with_rates("host0", HostShape(1e7)))
 
 
 FORKING_OWNER = """

@@ -284,11 +284,15 @@ class Bench:
     """A switch and what it delivers; the switch's clock is `now_s`."""
 
     def __init__(self, config: NetworkConfig):
-        plan = plan_network(config)
-        self.addresses = [f"10.77.0.{index + 1}" for index in range(len(plan.hosts))]
+        self.plan = plan_network(config)
+        self.addresses = [f"10.77.0.{index + 1}" for index in range(len(self.plan.hosts))]
         self.delivered: list[tuple[float, int, bytes]] = []
         self.now_s = 0.0
-        self.switch = Switch(plan, self.addresses, self._deliver)
+        self.switch = Switch(self.plan, self.addresses, self._deliver)
+
+    def change(self, now_s: float, plan):
+        self.plan = plan
+        self.switch.set_plan(now_s, plan)
 
     def _deliver(self, host: int, frame: bytes):
         self.delivered.append((self.now_s, host, frame))
@@ -355,10 +359,10 @@ def test_host_that_is_cut_off_neither_sends_nor_receives():
 
 def test_rates_and_paths_change_at_run_time():
     bench = Bench(uniform(2, rate=RATE))
-    bench.switch.set_rates(0.0, "host0", HostShape(RATE / 2, RATE))
+    bench.change(0.0, bench.plan.with_rates("host0", HostShape(RATE / 2, RATE)))
     bench.send(0, 1, payload_bytes=1472)
     assert bench.arrivals()[-1][0] == pytest.approx(3028e-6)
-    bench.switch.set_path(1.0, "host0", "host1", PathShape(delay_s=0.2))
+    bench.change(1.0, bench.plan.with_path("host0", "host1", PathShape(delay_s=0.2)))
     bench.send(0, 1, payload_bytes=1472, at_s=1.0)
     assert bench.arrivals()[-1][0] == pytest.approx(1.2 + 3028e-6)
 

@@ -10,7 +10,7 @@ import pytest
 from support.ethernet_frames import udp_frame
 
 from tahq.errors import NetworkError
-from tahq_netem.network.description import PathShape, plan_network, uniform
+from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.wire.process import ANSWER_TIMEOUT_S, WireControl, WireProcess
 
 
@@ -53,10 +53,10 @@ def test_device_that_takes_nothing_does_not_affect_the_others(start):
 
 def test_request_that_fails_is_refused_with_the_reason_and_the_next_is_served(start):
     wire, _ = start(2)
-    for request, reason in ((("explode",), "AttributeError: .*explode"), (("set_rates", "host0"), "TypeError")):
+    for request, reason in ((("explode",), "AttributeError: .*explode"), (("set_link", "host0"), "TypeError")):
         with pytest.raises(NetworkError, match=f"wire process refused: {reason}"):
             wire.ask(*request)
-    wire.ask("set_path", "host0", "host1", PathShape(delay_s=0.1))
+    wire.ask("set_plan", plan_network(uniform(2, delay=0.1)))
 
 
 def test_wire_ends_with_its_owners_connection(start):

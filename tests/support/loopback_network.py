@@ -33,11 +33,8 @@ class LoopbackNetwork(Network):
     def popen(self, host, argv, *, env=None, **options):
         return subprocess.Popen(argv, env=env, **options)
 
-    def set_rates(self, host, shape):
-        self.plan = self.plan.with_rates(host, shape)
-
-    def set_path(self, source, destination, shape):
-        self.plan = self.plan.with_path(source, destination, shape)
+    def set_plan(self, plan):
+        self.plan = plan
 
     def set_link(self, host, *, is_up):
         raise AssertionError("no link to cut")

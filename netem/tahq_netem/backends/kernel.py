@@ -16,7 +16,7 @@ kernel cuts larger ones where they leave the host. A network of rates alone need
 import math
 import time
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.rtnl import ndmsg
@@ -73,11 +73,6 @@ class KernelNetwork(Network):
                 _join(kernel, bridge, self._ports[host], index)
             else:
                 kernel.link("set", index=self._ports[host], master=0)
-
-    def describe(self) -> dict[str, Any]:
-        """The network, what is in force, and versions, fit for JSON."""
-        shapers = "htb on each host's device and port" + (", netem per sender" if self.plan.needs_netem else "")
-        return super().describe() | {"shapers": shapers}
 
     def _connect(self) -> None:
         with netlink(self._namespaces[SWITCH]) as kernel:

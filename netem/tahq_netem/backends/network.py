@@ -25,7 +25,7 @@ from tahq_netem.backends.namespaces import (
     reset_connections,
 )
 from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Shaper, Tree
-from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
+from tahq_netem.network.description import NetworkPlan, known_host
 
 _NEIGHBOUR_PERMANENT: Final = 0x80
 
@@ -33,7 +33,7 @@ _NEIGHBOUR_PERMANENT: Final = 0x80
 class Network(ABC):
     """Hosts 10.77.0.1, 10.77.0.2, … in namespaces, in the plan's order. A context manager.
 
-    `plan` is what holds now; `set_rates` and `set_path` replace it. `congestion_control` is in force on every host.
+    `plan` is what holds now; `set_plan` replaces it. `congestion_control` is in force on every host.
 
     A backend may need further namespaces, with the labels `further`.
 
@@ -88,20 +88,20 @@ class Network(ABC):
         with self.entered(host):
             return subprocess.Popen(argv, **options)
 
-    def set_rates(self, host: str, shape: HostShape) -> None:
-        """Change a host's rates.
+    def set_plan(self, plan: NetworkPlan) -> None:
+        """Give the network other rates and paths between the same hosts.
 
-        Waiting packets leave at the new rate; under `kernel` they are lost where shaping begins or ends.
+        Waiting packets leave at the new rate, and packets on their way keep their delay. Under `kernel` they are lost
+        where shaping begins or ends, and where a path needs no netem before or after.
         """
-        self._change(self.plan.with_rates(host, shape))
-
-    def set_path(self, source: str, destination: str, shape: PathShape) -> None:
-        """Change what packets from `source` to `destination` meet that are sent from now on.
-
-        Packets on their way keep their delay; under `kernel` they are lost where the path needs no netem before or
-        after.
-        """
-        self._change(self.plan.with_path(source, destination, shape))
+        before, self.plan = self.plan, plan
+        with refusals_explained():
+            try:
+                self._shape()
+            except BaseException:
+                self.plan = before
+                self._shape()
+                raise
 
     def reset_tcp(self, host: str) -> int:
         """End a host's TCP connections with RST to both ends; return how many there were."""
@@ -123,7 +123,6 @@ class Network(ABC):
             "python": platform.python_version(),
             "pyroute2": version("pyroute2"),
             "tcp": self._tcp,
-            "tcp_reset": "sock_diag SOCK_DESTROY",
         }
 
     def close(self) -> None:
@@ -135,16 +134,6 @@ class Network(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _change(self, plan: NetworkPlan) -> None:
-        before, self.plan = self.plan, plan
-        with refusals_explained():
-            try:
-                self._shape()
-            except BaseException:
-                self.plan = before
-                self._shape()
-                raise
 
     def _shape(self) -> None:
         """Make every shaper what the plan says."""

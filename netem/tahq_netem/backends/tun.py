@@ -17,14 +17,14 @@ import fcntl
 import os
 from dataclasses import replace
 from struct import Struct
-from typing import Any, Final
+from typing import Final
 
 from tahq.errors import NetworkError
 from tahq_netem.backends.kernel import egress_tree
 from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
 from tahq_netem.backends.network import Network
 from tahq_netem.backends.traffic_control import Tree
-from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
+from tahq_netem.network.description import NetworkPlan, known_host
 from tahq_netem.wire.lines import LONGEST_RUN_S, segments_within
 from tahq_netem.wire.packet import VNET_HEADER_BYTES
 from tahq_netem.wire.process import WireProcess
@@ -82,28 +82,14 @@ class TunNetwork(Network):
     wire: WireProcess
     """The process that moves the packets."""
 
-    def set_rates(self, host: str, shape: HostShape) -> None:
-        """Change a host's rates; waiting packets leave at the new rate."""
-        changed = self.plan.with_rates(host, shape)
-        self.wire.ask("set_rates", host, shape)
-        self._change(changed)
-
-    def set_path(self, source: str, destination: str, shape: PathShape) -> None:
-        """Change what packets meet that are sent from now on; packets on their way keep their delay."""
-        changed = self.plan.with_path(source, destination, shape)
-        self.wire.ask("set_path", source, destination, shape)
-        self._change(changed)
+    def set_plan(self, plan: NetworkPlan) -> None:
+        """Give the network other rates and paths; waiting packets leave at the new rate, others keep their delay."""
+        self.wire.ask("set_plan", plan)
+        super().set_plan(plan)
 
     def set_link(self, host: str, *, is_up: bool) -> None:
         """Have the wire drop everything to and from the host, or stop doing so. Its interface stays up."""
         self.wire.ask("set_link", known_host(host, self.plan.hosts), is_up)
-
-    def describe(self) -> dict[str, Any]:
-        """The network, what is in force, and versions, fit for JSON."""
-        return super().describe() | {
-            "shapers": "htb on each host's device; down, delay, jitter, loss, reordering in a user-space wire",
-            "wire_scheduling": self.wire.scheduling,
-        }
 
     def close(self) -> None:
         """End what runs in the namespaces, remove them, and end the wire."""

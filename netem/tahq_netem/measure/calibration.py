@@ -131,15 +131,14 @@ QUICK: Final = Effort(num_trips=21, skip_s=0.2, steady_s=1.0, counting_s=1.0, ha
 @contextmanager
 def lifted(network: Network, one: str, other: str) -> Iterator[None]:
     """Lift delay, jitter, loss and reordering between two hosts, so that only rates hold within the block."""
-    before = {ends: network.plan.paths[ends] for ends in ((one, other), (other, one))}
-    changed = {ends: shape for ends, shape in before.items() if shape.needs_netem}
+    plan = before = network.plan
+    for ends in ((one, other), (other, one)):
+        plan = plan.with_path(*ends, PathShape(rate_bits_per_s=plan.paths[ends].rate_bits_per_s))
     try:
-        for ends, shape in changed.items():
-            network.set_path(*ends, PathShape(rate_bits_per_s=shape.rate_bits_per_s))
+        network.set_plan(plan)
         yield
     finally:
-        for ends, shape in changed.items():
-            network.set_path(*ends, shape)
+        network.set_plan(before)
 
 
 class PathMeasurements:

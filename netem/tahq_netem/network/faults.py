@@ -135,33 +135,18 @@ class Timeline(Section):
             conditions(plan, [fault])
 
 
-Setting = tuple[str, ...]
-"""("rate", host), ("path", source, destination) or ("link", host)."""
-
-
-def conditions(plan: NetworkPlan, active: Sequence[NetworkFault]) -> dict[Setting, Any]:
-    """The network's settings under these faults, applied to the plan in this order.
-
-    Returns:
-        A HostShape for each rate, a PathShape for each path, and for each link whether it is up.
-    """
-    current: dict[Setting, Any] = {("rate", host): shape for host, shape in plan.host_shapes.items()}
-    current |= {("path", *ends): shape for ends, shape in plan.paths.items()}
-    current |= {("link", host): True for host in plan.hosts}
+def conditions(plan: NetworkPlan, active: Sequence[NetworkFault]) -> tuple[NetworkPlan, frozenset[str]]:
+    """The plan under these faults, applied in this order, and the hosts whose link is down."""
+    down = set()
     for fault in active:
-        current |= _changes(current, fault)
-    return current
-
-
-def _changes(current: dict[Setting, Any], fault: NetworkFault) -> dict[Setting, Any]:
-    if fault.what in ("up", "reset"):
-        return {}
-    if isinstance(fault.link, str) and fault.what == "down":
-        return {("link", fault.link): False}
-    if isinstance(fault.link, str) and fault.what == "rate":
-        return {("rate", fault.link): HostShape(fault.value, fault.value)}
-    paths = [setting for setting in current if setting[0] == "path" and fault.link in (setting[1], setting[1:])]
-    return {setting: _on_path(current[setting], fault) for setting in paths}
+        if fault.what == "down" and isinstance(fault.link, str):
+            down.add(fault.link)
+        elif fault.what == "rate" and isinstance(fault.link, str):
+            plan = plan.with_rates(fault.link, HostShape(fault.value, fault.value))
+        elif fault.what not in ("up", "reset"):
+            affected = [ends for ends in plan.paths if fault.link in (ends[0], ends)]
+            plan = replace(plan, paths={**plan.paths, **{ends: _on_path(plan.paths[ends], fault) for ends in affected}})
+    return plan, frozenset(down)
 
 
 def _on_path(shape: PathShape, fault: NetworkFault) -> PathShape:
@@ -205,8 +190,8 @@ class FaultPlayer:
         """Each with its end, in the order of their beginning."""
         self._network = network
         self._plan = network.plan
-        self._in_force = conditions(self._plan, [])
-        """The network's settings; a setting whose change failed is missing, since its state is unknown."""
+        self._down: frozenset[str] = frozenset()
+        """Hosts whose link is down now."""
 
     def next_s(self) -> float:
         """When something is due next; infinite if nothing is due by time."""
@@ -251,31 +236,22 @@ class FaultPlayer:
         self.log.append(FaultEvent(now_s, step, fault, "began", fault.at, num_connections))
 
     def _apply(self) -> None:
-        """Change the settings that differ, as many as the network accepts, then raise the first error."""
-        wanted = conditions(self._plan, [fault for _, fault in self._active])
+        """Change what differs, as much as the network accepts, then raise the first error."""
+        plan, down = conditions(self._plan, [fault for _, fault in self._active])
         errors = []
-        for setting, value in wanted.items():
-            if self._in_force.get(setting) == value:
-                continue
-            self._in_force.pop(setting, None)
+        for host in sorted(down ^ self._down):
             try:
-                _set(self._network, setting, value)
+                self._network.set_link(host, is_up=host not in down)
+                self._down ^= {host}
             except Exception as error:
                 errors.append(error)
-            else:
-                self._in_force[setting] = value
+        try:
+            if self._network.plan != plan:
+                self._network.set_plan(plan)
+        except Exception as error:
+            errors.append(error)
         if errors:
             raise errors[0]
-
-
-def _set(network: Network, setting: Setting, value: Any) -> None:
-    match setting:
-        case "rate", host:
-            network.set_rates(host, value)
-        case "path", source, destination:
-            network.set_path(source, destination, value)
-        case "link", host:
-            network.set_link(host, is_up=value)
 
 
 @contextmanager

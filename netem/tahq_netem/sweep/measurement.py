@@ -16,7 +16,7 @@ from tahq.plan.simulate.costs import StepWork
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.machine import BusyCores, BusyMeter, num_usable_cores
-from tahq_netem.network.description import NetworkPlan, PathShape, plan_network
+from tahq_netem.network.description import NetworkPlan, plan_network
 from tahq_netem.network.faults import FaultEvent, NetworkFault, conditions, play
 from tahq_netem.runtimes.session import RuntimeSession, RuntimeStep
 from tahq_netem.sweep.points import SessionKey
@@ -75,20 +75,9 @@ class Measurement:
 
 def open_network(config: NetworkConfig, sweep: SweepConfig) -> Network:
     """Build a network, by the kernel alone where that is enough, since it costs least."""
-    plan = plan_network(config)
-    settings = [conditions(plan, faults) for faults in ([], *([fault] for fault in sweep.faults))]
-    shapes = [shape for each in settings for shape in each.values() if isinstance(shape, PathShape)]
-    rates_only = not any(shape.needs_netem for shape in shapes)
+    faulty = [conditions(plan_network(config), faults)[0] for faults in ([], *([fault] for fault in sweep.faults))]
+    rates_only = not any(plan.needs_netem for plan in faulty)
     return build_network(config, backend=sweep.backend, rates_only=rates_only)
-
-
-def apply_plan(network: Network, plan: NetworkPlan) -> None:
-    """Give a network that is up other rates and paths."""
-    for host, shape in plan.host_shapes.items():
-        network.set_rates(host, shape)
-    for (source, destination), path in plan.paths.items():
-        if network.plan.paths[source, destination] != path:
-            network.set_path(source, destination, path)
 
 
 def measure_point(

@@ -34,7 +34,6 @@ from tahq_netem.measure.machine import BusyMeter, describe_machine
 from tahq_netem.runtimes.gloo import GlooSession
 from tahq_netem.runtimes.session import RuntimeSession, SessionRequest, StartSession, TahqSession
 from tahq_netem.sweep.measurement import (
-    apply_plan,
     check_busy,
     check_faults,
     measure_point,
@@ -206,7 +205,7 @@ class SweepRun:
         elif choice not in self._calibrations:
             self._say(f"measuring the network: {choice.label}")
             try:
-                apply_plan(network, choice.plan(point.session.stages))
+                network.set_plan(choice.plan(point.session.stages))
                 self._calibrations[choice] = self.outside.calibrate_network(network)
             except TahqError as error:
                 self._fail([point], error)
@@ -236,7 +235,7 @@ class SweepRun:
     def _run_session(self, network: Network, points: Sequence[Point], times: StageTimes | None) -> None:
         key = points[0].session
         self._say(f"starting {key.label}")
-        apply_plan(network, OPEN_LINKS.plan(key.stages))
+        network.set_plan(OPEN_LINKS.plan(key.stages))
         with tempfile.TemporaryDirectory(prefix="tahq-sweep-") as name:
             folder = Path(name)
             request = SessionRequest(
@@ -257,7 +256,7 @@ class SweepRun:
         key = point.session
         plan = point.network.plan(key.stages)
         self._bar.update(self._task, description=point.label)
-        apply_plan(network, plan)
+        network.set_plan(plan)
         begin_s = self.outside.clock()
         work = planned_work(self.config, key, times)
         measured = measure_point(session, self.config, network, work, times, self.outside.busy_meter)

@@ -22,7 +22,7 @@ from random import Random
 from typing import Final
 
 from tahq.comm.network_model import FULL_FRAME_NBYTES, Line, burst_nbytes, queue_limit_nbytes
-from tahq_netem.network.description import HostShape, NetworkPlan, PathShape
+from tahq_netem.network.description import NetworkPlan, PathShape
 from tahq_netem.wire.packet import Packet, cut, destination_address, read_packet, runs
 
 Forward = Callable[[float, Packet], None]
@@ -287,7 +287,7 @@ class Switch:
         frame of a → [a up?] → uplink of a → path a→b: loss · rate · delay → transmitter of b → [b up?] → frame to b
 
     Hosts are known by their index in the plan and by their IPv4 address; frames to other addresses (multicast,
-    outside) are dropped. `set_rates` and `set_path` change the plan.
+    outside) are dropped.
     """
 
     def __init__(self, plan: NetworkPlan, addresses: Sequence[str], deliver: Callable[[int, bytes], object]) -> None:
@@ -342,17 +342,17 @@ class Switch:
         """Cut a host off (its traffic is lost in both directions) or join it again."""
         (self._cut_off.discard if is_up else self._cut_off.add)(self._index[host])
 
-    def set_rates(self, now_s: float, host: str, shape: HostShape) -> None:
-        """Set a host's access link."""
-        self._plan = self._plan.with_rates(host, shape)
-        index = self._index[host]
-        self._uplinks[index].set_rate(shape.up_bits_per_s)
-        self._downlinks[index].set_rate(now_s, shape.down_bits_per_s, self._plan.longest_round_trip_s(host))
-
-    def set_path(self, now_s: float, source: str, destination: str, shape: PathShape) -> None:
-        """Set what packets from `source` to `destination` meet."""
-        self._plan = self._plan.with_path(source, destination, shape)
-        rtt_s = self._plan.round_trip_s(source, destination)
-        self._paths[self._index[source], self._index[destination]].set_shape(now_s, shape, rtt_s)
-        for host in (source, destination):
-            self.set_rates(now_s, host, self._plan.host_shapes[host])  # the length of a queue follows the round trip
+    def set_plan(self, now_s: float, plan: NetworkPlan) -> None:
+        """Set every host's access link, and what packets meet on each path."""
+        before, self._plan = self._plan, plan
+        changed = {host for host in plan.hosts if plan.host_shapes[host] != before.host_shapes[host]}
+        for ends, shape in plan.paths.items():
+            if shape != before.paths[ends]:
+                source, destination = ends
+                path = self._paths[self._index[source], self._index[destination]]
+                path.set_shape(now_s, shape, plan.round_trip_s(source, destination))
+                changed |= {source, destination}  # the length of a queue follows the round trip
+        for host in changed:
+            index, shape_of_host = self._index[host], plan.host_shapes[host]
+            self._uplinks[index].set_rate(shape_of_host.up_bits_per_s)
+            self._downlinks[index].set_rate(now_s, shape_of_host.down_bits_per_s, plan.longest_round_trip_s(host))

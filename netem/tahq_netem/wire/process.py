@@ -102,7 +102,7 @@ class WireProcess(WireControl):
             )
         self.pid = self._process.pid
         try:
-            self.scheduling: str = self.ask(plan, addresses, timeout_s=START_TIMEOUT_S)
+            self.ask(plan, addresses, timeout_s=START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -132,7 +132,8 @@ class _Wire:
         self._actions |= {control.fileno(): self._serve, owner: self._stop}
 
     def run(self) -> None:
-        self._answer(hurry())
+        hurry()
+        self._answer(None)
         descriptors = list(self._actions)
         while self._is_running:
             due_s = self._switch.next_due_s
