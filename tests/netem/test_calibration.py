@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.loopback_network import LoopbackNetwork
 
-from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq.errors import NetworkError
 from tahq_netem.measure import meter
 from tahq_netem.measure.calibration import (
@@ -27,7 +26,6 @@ from tahq_netem.measure.calibration import (
 from tahq_netem.measure.figures import (
     Figure,
     acceptance_interval,
-    goodput,
     goodput_figure,
     loss_figure,
     round_trip_figure,
@@ -49,14 +47,6 @@ def test_acceptance_interval_holds_its_confidence_and_no_more(num_packets, share
     assert sum(weights[high + 1 :]) <= tail + rounding
     assert sum(weights[: low + 1]) >= tail - rounding
     assert sum(weights[high:]) >= tail - rounding
-
-
-def test_goodput_is_the_payload_of_full_frames_at_the_slowest_rate():
-    plan = plan_network(
-        NetworkConfig(hosts={"a": HostConfig(up=10e6, down=100e6), "b": HostConfig(up=50e6, down=20e6)})
-    )
-    assert goodput(plan, "a", "b") == pytest.approx(10e6 * GOODPUT_SHARE)
-    assert goodput(plan, "b", "a") == pytest.approx(50e6 * GOODPUT_SHARE)
 
 
 ENDS = ("host0", "host1")

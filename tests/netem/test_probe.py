@@ -1,11 +1,9 @@
 """What this machine can do, and the choice of a backend by it, with errors that say what to do."""
 
-import errno
 import os
 import platform
 
 import pytest
-from pyroute2 import NetlinkError
 
 from tahq.comm.network_config import PairConfig
 from tahq.errors import NetworkError
@@ -85,15 +83,3 @@ def test_probe_finds_the_parts_of_this_machine_and_leaves_nothing(own_namespaces
         pair = PairConfig(between=("host0", "host1"), rate=1e6)
         with build_network(uniform(2, rate=1e7).model_copy(update={"pairs": [pair]}), backend="kernel") as network:
             assert network.backend == "kernel"
-
-
-@pytest.mark.netns
-@pytest.mark.parametrize("error", [OSError(errno.EROFS, "x"), NetlinkError(errno.EPERM, "x"), NetworkError("x")])
-def test_namespace_that_cannot_be_prepared_is_an_obstacle(own_namespaces, monkeypatch, error):
-    def fail():
-        raise error
-
-    monkeypatch.setattr("tahq_netem.backends.namespaces._prepare", fail)
-    here = probe()
-    assert here.namespaces_obstacle is not None
-    assert here.parts == {}

@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 from support.loopback_network import LoopbackNetwork
 from support.processes import children, is_alive, wait_until
-from support.schedules import check
 from support.sweeps import small
 
 from tahq.comm.network_config import host_names
-from tahq.pipeline.schedule.schedule import Schedule
 from tahq_netem.network.description import uniform
 from tahq_netem.programs import module_argv, module_environment
-from tahq_netem.runtimes.bare_async import DEEP, actions_of
+from tahq_netem.runtimes.bare_async import DEEP
 from tahq_netem.runtimes.session import GrowingLines, RuntimeLostError, RuntimeSession, SessionRequest
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
-from tahq_netem.sweep.stage_times import StageTimes, calibrate, time_stage
+from tahq_netem.sweep.stage_times import StageTimes, calibrate
 from tahq_netem.sweep.workload import session_config
 
 TIMEOUT_S = 120.0
@@ -157,23 +155,6 @@ def test_stages_are_timed_in_order(tmp_path):
     assert 0.05 <= slept.forward_s[0] < 0.1
     assert 0.06 <= slept.forward_s[1] < 0.12
     assert 0.1 <= slept.backward_s[0] < 0.2
-
-
-@pytest.mark.acceptance
-def test_real_compute_can_be_timed(tmp_path):
-    key = SessionKey("tahq", "1f1b", RAW, RAW, stages=2, micro_batch=2, compute="real")
-    forward_s, backward_s = time_stage(session_config(small(), key, tmp_path, None), stage=1, repeats=3)
-    assert 0 < forward_s < 5
-    assert 0 < backward_s < 5
-
-
-@pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 16), (3, 4), (5, 4), (5, 16)])
-def test_deep_schedule_is_valid_and_has_its_depth(stages, count):
-    rows = tuple(actions_of(DEEP, stage, stages, count) for stage in range(stages))
-    schedule = Schedule(DEEP, count, rows, tuple(range(stages)))
-    check(schedule)
-    depths = [min(count, 2 * (stages - stage) - 1) for stage in range(stages)]
-    assert [schedule.max_in_flight(stage) for stage in range(stages)] == depths
 
 
 def test_lines_are_read_when_they_are_whole(tmp_path):

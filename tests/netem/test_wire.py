@@ -104,15 +104,6 @@ def test_line_spreads_a_burst_at_its_rate(agenda, arrivals, line):
     assert gaps_s == pytest.approx([SECONDS_PER_FRAME] * 95)
 
 
-def test_late_wake_up_loses_no_rate(agenda, arrivals, line):
-    for _ in range(100):
-        line.enter(5.0, full_frame())
-    agenda.run_until(5.1)  # two thirds of the burst in one go
-    line.enter(5.1, full_frame())
-    agenda.run_until(math.inf)
-    assert arrivals.times_s[-1] - 5 == pytest.approx(100 * SECONDS_PER_FRAME, rel=0.04)
-
-
 def test_queue_drops_at_the_tail(agenda, arrivals, line):
     limit = queue_limit_nbytes(RATE, 0.0)
     for index in range(limit // FULL_FRAME_NBYTES + 50):

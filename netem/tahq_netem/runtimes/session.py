@@ -1,6 +1,7 @@
-"""A runtime under a sweep: workers on the hosts of a network that keep training, and a record of every step; tahq's.
+"""A runtime under a sweep: workers on the hosts of a network that keep training, and a record of every step.
 
-A session continues until it is closed. Its training is thrown away, so the workers are killed.
+A session continues until it is closed. Its training is thrown away, so the workers are killed. `TahqSession` runs tahq
+itself; `gloo` has the other runtimes.
 """
 
 import json
