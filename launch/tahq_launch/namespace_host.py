@@ -31,7 +31,8 @@ from tahq_launch.start.worker_command import WorkerCommand, local_command
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.namespaces import entered
 from tahq_netem.backends.network import Network
-from tahq_netem.measure.calibration import Calibration, calibrate
+from tahq_netem.measure.calibration import calibrate
+from tahq_netem.measure.figures import Calibration
 
 COORDINATOR: Final = "coordinator"
 """The host that the coordinator listens on."""

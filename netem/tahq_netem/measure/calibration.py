@@ -4,20 +4,19 @@
 beside the results of the experiment that it belongs to, and an experiment on a network that is off does not start.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
 from tahq.comm.network_model import FULL_FRAME_NBYTES
-from tahq.errors import NetworkError, UserError
+from tahq.errors import NetworkError
 from tahq_netem.backends.network import Network
 from tahq_netem.measure import meter
 from tahq_netem.measure.figures import (
     DATAGRAM_WIRE_BITS,
+    Calibration,
     Figure,
     goodput,
     goodput_figure,
@@ -47,46 +46,6 @@ _COUNTED_PER_S: Final = 10_000.0
 _LOST_WANTED: Final = 400
 _WAIT_S: Final = 0.5
 """For an answer, beyond the round trip."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The figures of a network, and the network that they are of."""
-
-    figures: tuple[Figure, ...]
-    congestion_controls: tuple[str, ...]
-    """TCP's, as the measuring sockets had it."""
-    network: dict[str, Any]
-    is_quick: bool
-
-    def check(self) -> None:
-        """Raise NetworkError if a figure is off; names all that are."""
-        wrong = [figure.line() for figure in self.figures if not figure.is_within]
-        if wrong:
-            advice = "end what else runs on this machine and try again, or ask for less than it can imitate"
-            raise NetworkError(f"the network is not as described: {'; '.join(wrong)}; {advice}")
-
-    def lines(self) -> list[str]:
-        """A line for each figure."""
-        return [f"{'ok ' if figure.is_within else 'OFF'}  {figure.line()}" for figure in self.figures]
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures and the network, fit for JSON."""
-        figures = [asdict(figure) | {"is_within": figure.is_within} for figure in self.figures]
-        return {
-            "is_within": all(figure.is_within for figure in self.figures),
-            "is_quick": self.is_quick,
-            "congestion_controls": list(self.congestion_controls),
-            "figures": figures,
-            "network": self.network,
-        }
-
-    def write(self, path: Path) -> None:
-        """Write the figures as JSON."""
-        try:
-            path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def neighbours(plan: NetworkPlan) -> list[tuple[str, str]]:

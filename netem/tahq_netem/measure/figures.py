@@ -5,12 +5,15 @@
 - A loss is a binomial count, inside its 99.9 % interval.
 """
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, GOODPUT_SHARE
+from tahq.errors import NetworkError, UserError
 from tahq.units import format_rate
 from tahq_netem.measure.meter import DATAGRAM_BYTES
 from tahq_netem.network.description import NetworkPlan, PathShape
@@ -64,6 +67,46 @@ class Figure:
         if self.unit == "bit/s":
             return format_rate(value)
         return f"{value * 1e3:.2f} ms" if self.unit == "s" else f"{value:.3%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The figures of a network, and the network that they are of."""
+
+    figures: tuple[Figure, ...]
+    congestion_controls: tuple[str, ...]
+    """TCP's, as the measuring sockets had it."""
+    network: dict[str, Any]
+    is_quick: bool
+
+    def check(self) -> None:
+        """Raise NetworkError if a figure is off; names all that are."""
+        wrong = [figure.line() for figure in self.figures if not figure.is_within]
+        if wrong:
+            advice = "end what else runs on this machine and try again, or ask for less than it can imitate"
+            raise NetworkError(f"the network is not as described: {'; '.join(wrong)}; {advice}")
+
+    def lines(self) -> list[str]:
+        """A line for each figure."""
+        return [f"{'ok ' if figure.is_within else 'OFF'}  {figure.line()}" for figure in self.figures]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures and the network, fit for JSON."""
+        figures = [asdict(figure) | {"is_within": figure.is_within} for figure in self.figures]
+        return {
+            "is_within": all(figure.is_within for figure in self.figures),
+            "is_quick": self.is_quick,
+            "congestion_controls": list(self.congestion_controls),
+            "figures": figures,
+            "network": self.network,
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        try:
+            path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def goodput(plan: NetworkPlan, source: str, destination: str) -> float | None:
