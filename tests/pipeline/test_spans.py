@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tahq.pipeline import spans
 from tahq.pipeline.spans import Stopwatch
 
 
@@ -42,6 +43,16 @@ def test_threads_beside_are_told_apart():
         ("encode", "encode"),
         ("decode", "decode"),
     }
+
+
+def test_spans_of_a_step_are_bounded_and_totals_are_not(monkeypatch):
+    monkeypatch.setattr(spans, "MAX_SPANS", 3)
+    stopwatch = Stopwatch()
+    stopwatch.is_recording = True
+    for number in range(10):
+        stopwatch.add("forward", number, number + 1.0)
+    assert stopwatch.take() == {"forward": 10.0}
+    assert len(stopwatch.take_spans()) == 3
 
 
 def test_lane_that_goes_on_while_totals_are_taken_loses_nothing():

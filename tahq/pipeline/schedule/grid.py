@@ -44,18 +44,14 @@ def render(cells: Iterable[Cell], row_names: Sequence[str], width: int | None = 
     num_columns = max((row[-1].end for row in rows if row), default=0)
     column = max((len(cell.text) for row in rows for cell in row), default=0) + 1
     margin = max((len(name) for name in row_names), default=0)
-    shown = _columns_that_fit(num_columns, column, margin, width)
+    shown = num_columns
+    if width is not None and margin + num_columns * column > width:
+        shown = min(num_columns, max(MIN_COLUMNS, (width - margin) // column))
     lines = [name.ljust(margin) + _draw_row(row, shown, column) for name, row in zip(row_names, rows, strict=True)]
     if shown < num_columns:
         needed = margin + num_columns * column
         lines.append(f"({shown} of {num_columns} time slots shown; all of it needs {needed} characters a line)")
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _columns_that_fit(num_columns: int, column: int, margin: int, width: int | None) -> int:
-    if width is None or margin + num_columns * column <= width:
-        return num_columns
-    return min(num_columns, max(MIN_COLUMNS, (width - margin) // column))
 
 
 def _draw_row(row: Sequence[Cell], num_columns: int, column: int) -> str:
