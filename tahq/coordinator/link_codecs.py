@@ -78,14 +78,10 @@ class LinkLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """One step as the policy sees it.
+    """One step (from 0) as the policy sees it; the decision holds from the next step on.
 
-    Attributes:
-        step: its index, from 0; the decision holds from `step + 1` on.
-        compute_s: compute time of the slowest stage, waiting left out.
-        loss: nats per token; NaN: unknown.
-        finite: whether the step was applied.
-        links: their traffic; a missing link was idle.
+    `compute_s` is that of the slowest stage, waiting left out; `loss` in nats per token, NaN: unknown; `finite`: the
+    step was applied. A link that is missing in `links` was idle.
     """
 
     step: int

@@ -150,13 +150,9 @@ class Coordinator:
             self._seats[stage].exit = ProcessExit(status, self._ctx.clock(), last_words)
 
     def run(self, tick: Callable[[], None]) -> int:
-        """Lead the run to its end.
+        """Lead the run to its end; returns its exit status: 0 done, 128 + signal interrupted, else as in errors.py.
 
-        Args:
-            tick: called about ten times a second, for the other work of this thread.
-
-        Returns:
-            The exit status of the run: 0 done, 128 + signal interrupted, else as errors.py has it.
+        `tick` is called about ten times a second, for the other work of this thread.
         """
         self._tick_beside = tick
         ctx, run, options = self._ctx, self._run, self._ctx.options

@@ -14,13 +14,7 @@ from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run from its first step to its last.
-
-    Attributes:
-        steps: step numbers of metrics.jsonl, in its order.
-        losses: one per entry of `steps`.
-        tensors: SHA-256 of every tensor of the final checkpoint, by name.
-    """
+    """A run: steps and losses as in metrics.jsonl, and SHA-256 of every tensor of the final checkpoint, by name."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]

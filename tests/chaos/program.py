@@ -53,11 +53,7 @@ class Program:
             os.kill(self.pid, number)
 
     def line_with(self, part: str, timeout_s: float) -> str:
-        """Wait for a line that contains `part`.
-
-        Raises:
-            AssertionError: the program ended first, or no such line came in time.
-        """
+        """Wait for a line that contains `part`; AssertionError if the program ends first, or time is up."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             for line in tuple(self.lines):

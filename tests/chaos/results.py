@@ -37,12 +37,7 @@ def default_path(hardware: str) -> Path:
 
 
 class Results:
-    """Every try so far, on disk after each.
-
-    Args:
-        path: FILE.json, gone on with if it is there; the table is FILE.md.
-        note: about the conditions, for the head of the table; empty: there is none to add.
-    """
+    """Every try so far, on disk after each, in FILE.json (continued if it exists) and as a table in FILE.md."""
 
     def __init__(self, path: Path, note: str = "") -> None:
         self.path = path

@@ -18,16 +18,10 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A fault and what it must show.
+    """A fault and what it `shows`, that is, what must hold all the same, both in words.
 
-    Attributes:
-        name: short, of small letters, digits and dashes.
-        fault: in words.
-        shows: what must hold, in words.
-        attempt: makes it happen once; raises AssertionError if something does not hold.
-        takes_s: about how long an attempt takes.
-        is_quick: whether the short form of `make test` has it.
-        needs: of the machine: namespaces, tcp-reset, time-namespaces.
+    `attempt` makes it happen once and raises AssertionError if something does not hold; it takes about `takes_s`.
+    `is_quick` rows are in the short form. `needs` of the machine: namespaces, tcp-reset, time-namespaces.
     """
 
     name: str
@@ -65,15 +59,7 @@ class Calm:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at a row.
-
-    Attributes:
-        row: its name.
-        number: from 0; the seed of every draw.
-        folder: empty, for whatever it writes.
-        calm: undisturbed runs to compare with.
-        scale: 1 in the long form; the short form shortens what takes long.
-    """
+    """One try at a row: its `number`, from 0, seeds every draw; its `folder` is empty; the short form scales it down."""
 
     row: str
     number: int
@@ -96,12 +82,7 @@ class Attempt:
     ) -> Figures:
         """Wait for the end of a run, compare it with the undisturbed one to the bit, and measure the fault's effect.
 
-        Args:
-            scene: the run.
-            config: its configuration.
-            began_s: when the fault began, as `time.time`.
-            ended_s: when it ended; None: at once.
-            timeout_s: for the rest of the run.
+        The fault began and ended (None: at once) at these values of `time.time`.
         """
         outcome = scene.finish(timeout_s)
         assert_same_bits(outcome, self.calm.of(config))

@@ -23,15 +23,8 @@ _NOTICED = re.compile("degraded|lost|no sign of life|exited with|started again|g
 class Scene:
     """The processes of a run while they run.
 
-    Attributes:
-        run: the run's folder.
-        leader: the launcher, or the coordinator alone.
-        num_stages: of the pipeline.
-        peer: host:port of a coordinator whose workers are started by hand.
-        workers: started by hand, by stage; empty under a launcher.
-        former: programs that others have replaced.
-        progress: (`time.time`, steps done) at every change.
-        worker_pids: of every worker that a launcher has had.
+    `leader` is the launcher, or the coordinator (at `peer`) of `workers` that are started by hand; `former` programs
+    were replaced. `progress` has (`time.time`, steps done) at every change, `worker_pids` all that a launcher has had.
     """
 
     run: Path

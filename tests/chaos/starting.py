@@ -22,12 +22,7 @@ Environment = Mapping[str, str] | None
 
 
 def small_run(num_steps: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A GPT-2 of three blocks and stages, 8 micro-batches of 2 × 128 tokens per step, TAH-Quant's codecs.
-
-    Args:
-        num_steps: steps of the run.
-        sections: keys to change.
-    """
+    """A GPT-2 of three blocks and stages, 8 micro-batches of 2 × 128 tokens per step, TAH-Quant's codecs."""
     own: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "seed": 3, "peer_timeout": "10s", "snapshot_every": 4},
         "model": {"num_layers": STAGES},
@@ -61,13 +56,8 @@ def by_hand(
 ) -> Iterator[Scene]:
     """A coordinator and hand-started workers, on the hosts of a network if there is one.
 
-    Args:
-        folder: of all of them.
-        config: for the coordinator.
-        network: of host0, host1, … and the coordinator's; None: this machine.
-        start_worker: called with stage and the coordinator's address, in place of the usual `tahq-worker`.
-        port: for the coordinator to listen on; 0: any free port.
-        extra: added to the coordinator's environment.
+    `start_worker` is called with stage and the coordinator's address, in place of the usual `tahq-worker`; `extra` is
+    added to the coordinator's environment.
     """
     write_config(folder, dict(config))
     with ExitStack() as stack:
