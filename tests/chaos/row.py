@@ -59,7 +59,7 @@ class Calm:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at a row: its `number`, from 0, seeds every draw; its `folder` is empty; the short form scales it down."""
+    """One try at a row: its `number`, from 0, seeds every draw; its `folder` is empty; the short form scales down."""
 
     row: str
     number: int
