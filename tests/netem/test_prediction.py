@@ -1,6 +1,7 @@
 """The simulator's prediction of a measured step and its bound, by hand where possible."""
 
 import pytest
+from support.schedules import schedule
 from support.sweeps import small
 
 from tahq.comm.network_model import GOODPUT_SHARE
@@ -71,15 +72,10 @@ def test_rates_are_goodput_and_the_way_to_the_coordinator_counts():
     # one stage's end is the step's, unless another's PREPARE comes later
     last = StepWork([0.0, 1.0], [0.0, 2.0], [0.0], [0.0], 1)
     split = StepWork([0.0, 1.0], [0.0, 2.0], [0.0], [0.0], 1, input_gradient_s=[0.0, 0.0])
-    late = schedule_of_split_backward()
+    late = schedule("0F0 0I0 0W0\n1F0 1I0 1W0")
     assert predicted_step_s(generate("1f1b", 2, 1), last, plan, CodecSeconds()) == pytest.approx(0.25 + 3 + 0.25)
     assert predicted_step_s(late, split, plan, CodecSeconds()) == pytest.approx(0.25 + 3 + 0.25)
     assert predicted_step_s(late, split, plan, CodecSeconds(), has_coordinator=False) == pytest.approx(0.25 + 3)
-
-
-def schedule_of_split_backward():
-    schedule = generate("1f1b", 2, 1)
-    return type(schedule).parse(str(schedule).replace("0B0", "0I0 0W0").replace("1B0", "1I0 1W0"), "split")
 
 
 def test_prediction_lies_above_the_bound_and_is_part_of_a_row():
