@@ -22,7 +22,7 @@ HARDWARE        ?= here
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
-CODE  := tahq launch netem tests benchmarks
+CODE  := tahq launch netem tests benchmarks .ci
 
 # Those that need no root, GPU or data; the first lines of the others say how they are run.
 IN_BENCH   := assumption coat_states codec demo links optimizer_memory planner qgalore_memory \

@@ -3,30 +3,38 @@
     PYTHONPATH=benchmarks python .ci/activation_path.py
 
 Two stages run one step of one micro-batch in this process, over ZMQ on loopback with the default codecs. Every function
-that is entered in any thread between the two forwards is recorded, in order of first entry.
+that is given the tensor, its bytes or a frame of them in any thread between the two forwards is recorded, in order of
+first entry: what only times, acknowledges or watches is left out, because it sees no more than a kilobyte.
 """
 
+import dataclasses
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import torch
+import zmq
 from bench_runtime import Multiplication
 
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
-from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.codec_lanes import ThreadedLanes
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.spans import Stopwatch
 from tahq.quant.config import WireConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ("tahq/quant/cpu/", "tahq/quant/gaussian/")
+"""What a codec computes on this device: the path through these differs from codec to codec."""
+LARGE_NBYTES = 4096
+"""The activation has 64 KiB, its encoding about 8; an acknowledgement at most one."""
 SHAPE = StepShape(1, micro_batch=1, seq_len=64, hidden_size=256)
 entered: dict[str, list[str]] = {}
-"""Functions by file, in the order of their first call while recording."""
+"""Functions by file, in the order in which they first saw the tensor while recording."""
 recording = threading.Event()
 
 
@@ -64,11 +72,31 @@ class Watched(Multiplication):
         return y
 
 
-def record(frame, event: str, argument: object) -> None:
-    """A profiler: note the function that is entered."""
-    if event == "call" and recording.is_set():
-        file = frame.f_code.co_filename
-        if file.startswith(str(ROOT / "tahq")):
+def carries(value: object, depth: int = 2) -> bool:
+    """Whether this is a large buffer, or a container or dataclass with one in it."""
+    if isinstance(value, (bytes, bytearray)):
+        return len(value) >= LARGE_NBYTES
+    if isinstance(value, (torch.Tensor, np.ndarray, memoryview)):
+        return value.nbytes >= LARGE_NBYTES
+    if depth == 0 or isinstance(value, type):
+        return False
+    if isinstance(value, zmq.Frame):
+        return len(value.bytes) >= LARGE_NBYTES
+    if isinstance(value, (tuple, list)):
+        return any(carries(part, depth - 1) for part in value)
+    if dataclasses.is_dataclass(value):
+        return any(carries(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value))
+    return False
+
+
+def record(frame, event: str, returned: object) -> None:
+    """A profiler: note the function that is given the tensor, or returns it."""
+    if event not in ("call", "return") or not recording.is_set():
+        return
+    file = frame.f_code.co_filename
+    if file.startswith(str(ROOT / "tahq")):
+        seen = [returned] if event == "return" else [value for name, value in frame.f_locals.items() if name != "self"]
+        if any(map(carries, seen)):
             functions = entered.setdefault(str(Path(file).relative_to(ROOT)), [])
             if frame.f_code.co_name not in functions:
                 functions.append(frame.f_code.co_name)
@@ -79,7 +107,8 @@ def run_stage(stage: int, endpoint: ZmqEndpoint, dial: str) -> None:
     transport = endpoint.open_link(0, 1 - stage, "neighbour", dial)
     endpoint.wait_connected(20.0)
     stopwatch, device = Stopwatch(), torch.device("cpu")
-    cut = Boundary(transport, CutIdentity(1, 0, 0), CodecTable(WireConfig(activations="wf", gradients="eden")), device, stopwatch)
+    codecs = CodecTable(WireConfig(activations="wf", gradients="eden"))
+    cut = Boundary(transport, CutIdentity(1, 0, 0), codecs, device, stopwatch)
     cut_before, cut_behind = (cut, None) if stage else (None, cut)
     engine = StageEngine(
         chunks={stage: Chunk(Watched(stage), cut_before, cut_behind)},
@@ -104,11 +133,7 @@ def main() -> None:
     endpoints = [
         ZmqEndpoint(
             PeerIdentity(1, 1, stage, "path"),
-            EndpointSettings(
-                bind="127.0.0.1:0",
-                peer_timeout_s=20.0,
-                heartbeat_s=19.0,
-            ),
+            EndpointSettings(bind="127.0.0.1:0", peer_timeout_s=20.0, heartbeat_s=19.0),
         )
         for stage in (0, 1)
     ]
@@ -120,8 +145,12 @@ def main() -> None:
         thread.join()
     for endpoint in endpoints:
         endpoint.close()
+    sys.setprofile(None)
+    threading.setprofile(None)
     for number, (file, functions) in enumerate(entered.items(), 1):
         print(f"{number:3}  {file:45}  {', '.join(functions)}")
+    kernels = [file for file in entered if file.startswith(KERNELS)]
+    print(f"{len(entered) - len(kernels)} files, and {len(kernels)} of the codec's kernels")
 
 
 if __name__ == "__main__":
