@@ -24,7 +24,7 @@ PHRASES = re.compile(
     |\bTODO\(package\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -44,14 +44,21 @@ def odd_phrases() -> list[str]:
     ]
 
 
+def anchors(file: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def dead_links() -> list[str]:
-    """file: target, of relative links in the docs."""
-    return [
-        f"{file.relative_to(ROOT)}: {target} does not exist"
-        for file in tracked("*.md")
-        for target in LINK.findall(file.read_text(encoding="utf-8"))
-        if not (file.parent / target).exists()
-    ]
+    """file: target, of relative links in the docs whose file or heading does not exist."""
+    dead = []
+    for file in tracked("*.md"):
+        for target, anchor in LINK.findall(file.read_text(encoding="utf-8")):
+            page = file.parent / target if target else file
+            if not page.exists() or (anchor and page.suffix == ".md" and anchor not in anchors(page)):
+                dead.append(f"{file.relative_to(ROOT)}: {target}{anchor and '#' + anchor} does not exist")
+    return dead
 
 
 def main() -> int:
