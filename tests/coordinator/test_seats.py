@@ -1,5 +1,6 @@
 """The table of seats and the run's phases: transitions, deadlines, points to go on from, copies of checkpoints."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -8,8 +9,9 @@ from coordinator.conftest import CONFIG_HASH, VERSION, make_hello, make_prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.comm.control.messages import Commit, Copied, Evaluated, Heartbeat, Join, Ready
-from tahq.coordinator import copies, recovery, run_state, seats
+from tahq.comm.control import messages as say
+from tahq.comm.control.messages import Commit, Copied, Join
+from tahq.coordinator import copies, recovery, seats
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
 from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats
@@ -60,13 +62,59 @@ def ready():
     return table
 
 
-def test_impossible_transition_is_the_workers_fault_or_ours(ready):
-    with pytest.raises(RemoteProtocolError, match=r"stage 1 \(host1, pid 5\) said .* while it was ready"):
-        ready.advance(1, SeatEvent.HELLO, 9.0)
-    with pytest.raises(LocalProtocolError, match="PLAN"):
-        ready.advance(1, SeatEvent.PLAN, 9.0)
-    with pytest.raises(LocalProtocolError, match="ALL_READY"):
-        RunState(RestorePoint(0), 0.0).advance(RunEvent.ALL_READY, 2.0)
+SEAT_MOVES = """
+EMPTY    JOIN   ASSIGNED
+ASSIGNED HELLO  GREETED
+GREETED  PLAN   PLANNED
+PLANNED  READY  READY
+EMPTY    REJOIN READY
+"""
+RUN_MOVES = """
+JOINING    ALL_GREETED  CONNECTING
+CONNECTING ALL_READY    TRAINING
+TRAINING   LAST_COMMIT  FINISHING
+FINISHING  NOTHING_OWED OVER
+JOINING    TURNED_BACK  JOINING
+CONNECTING TURNED_BACK  CONNECTING
+TRAINING   TURNED_BACK  TRAINING
+FINISHING  TURNED_BACK  TRAINING
+JOINING    ALL_THERE    MEASURING
+MEASURING  ALL_MEASURED OVER
+"""
+
+
+def moves(text):
+    return {(phase, event): following for phase, event, following in map(str.split, text.strip().splitlines())}
+
+
+@pytest.mark.parametrize(("phase", "event"), [*itertools.product(SeatPhase, SeatEvent)])
+def test_every_event_in_every_phase_of_a_seat_moves_it_or_is_the_workers_fault_or_ours(phase, event):
+    table = Seats(3)
+    table[1].phase, table[1].host, table[1].pid = phase, "host1", 5
+    following = "EMPTY" if event is SeatEvent.LEAVE else moves(SEAT_MOVES).get((phase.name, event.name))
+    if following is not None:
+        assert table.advance(1, event, 9.0).phase is SeatPhase[following]
+        assert table[1].since_s == 9.0
+        return
+    error = RemoteProtocolError if event in (SeatEvent.HELLO, SeatEvent.READY) else LocalProtocolError
+    with pytest.raises(error, match=r"stage 1 .*while it was" if error is RemoteProtocolError else event.name):
+        table.advance(1, event, 9.0)
+    assert (table[1].phase, table[1].since_s) == (phase, 0.0)
+
+
+@pytest.mark.parametrize(("phase", "event"), [*itertools.product(RunPhase, RunEvent)])
+def test_every_event_in_every_phase_of_the_run_moves_it_or_is_our_fault(phase, event):
+    run = run_in(phase)
+    is_over = phase is RunPhase.OVER
+    following = moves(RUN_MOVES).get((phase.name, event.name))
+    if event is RunEvent.ENDED and not is_over:
+        following = "OVER"
+    if following is not None:
+        assert run.advance(event, 9.0) is run.phase is RunPhase[following]
+    else:
+        with pytest.raises(LocalProtocolError, match=event.name):
+            run.advance(event, 9.0)
+        assert run.phase is phase
 
 
 EVENTS = st.lists(
@@ -122,14 +170,23 @@ def test_neighbour_that_never_makes_its_links_ready_has_a_deadline(ready):
     assert recovery.deadline_s(options(), run, ready, ready[1]) == 105.0
 
 
-@pytest.mark.parametrize("phase", list(RunPhase))
-@pytest.mark.parametrize("message", [Ready(0), Evaluated(0, 1, 1.0, 1.0), Heartbeat()])
-def test_messages_are_taken_in_their_phases_only(phase, message):
-    run = run_in(phase)
-    if phase in run_state.WHEN.get(type(message), frozenset(RunPhase)):
+WITH_STEPS = {RunPhase.TRAINING, RunPhase.FINISHING}
+TAKEN_IN = {
+    say.Hello: WITH_STEPS | {RunPhase.JOINING, RunPhase.CONNECTING},
+    say.Ready: WITH_STEPS | {RunPhase.CONNECTING},
+    **dict.fromkeys((say.Prepare, say.Evaluated, say.Snapshotted, say.Copied, say.Traced), WITH_STEPS),
+    **{kind: {RunPhase.MEASURING} for kind in (say.ComputeMeasured, say.PathsMeasured)},
+    **{kind: set(RunPhase) for kind in (say.Join, say.Heartbeat, say.Failed, say.StopRequest, say.LinkState)},
+}
+
+
+@pytest.mark.parametrize(("kind", "phase"), [*itertools.product(TAKEN_IN, RunPhase)])
+def test_messages_are_taken_in_their_phases_only(kind, phase):
+    run, message = run_in(phase), object.__new__(kind)
+    if phase in TAKEN_IN[kind]:
         run.check(message, "stage 0")
     else:
-        with pytest.raises(RemoteProtocolError, match=f"stage 0 sent {type(message).__name__} while .* {phase.value}"):
+        with pytest.raises(RemoteProtocolError, match=f"stage 0 sent {kind.__name__} while the run was {phase.value}"):
             run.check(message, "stage 0")
 
 
