@@ -23,7 +23,7 @@ def message_of(error: BaseException) -> str:
 
 
 class TahqError(Exception):
-    """Root of tahq's errors; `exit_status` is what a tahq process ends with."""
+    """Root of tahq's errors; `exit_status` is that of a process that ends with this error."""
 
     exit_status = 1
 
@@ -123,7 +123,7 @@ class StartOverError(TahqError):
 
 
 class InterruptedRunError(TahqError):
-    """The run was stopped by a signal, in order."""
+    """The run was stopped by a signal, in an orderly way."""
 
     exit_status = 130
 

@@ -150,7 +150,7 @@ def _is_by_hand(context: Any) -> bool:
 
 def _reads(parse: Callable[[object], float]) -> BeforeValidator:
     def validate(value: object, info: ValidationInfo) -> float:
-        # As a bare integer is: `rate: 1.5` could be anything.
+        # Refused, as a bare integer is: `rate: 1.5` could be anything.
         if isinstance(value, float) and value != 0 and _is_by_hand(info.context):
             raise ValueError(f"a quantity needs a unit, such as 100mbit or 20ms; got {brief(repr(value))}")
         return parse(value)
@@ -182,7 +182,7 @@ Size = Annotated[int, BeforeValidator(parse_size), _writes(write_size), _Bound(_
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types of the values of `annotation`, except those inside of lists and the like."""
+    """The types that a value of `annotation` may have; those inside lists and the like are left out."""
     if get_origin(annotation) is Annotated:
         yield from _kinds(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):

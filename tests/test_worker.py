@@ -155,7 +155,7 @@ def test_changes_that_are_made_already_or_impossible_are_not_advised():
         "training.micro_batch: 3",
         "training.activation_checkpointing: block",
         "pipeline.stages: 3",
-        "one layer less here, pipeline.layers: [2, 4]",
+        "one layer fewer here, pipeline.layers: [2, 4]",
     }
     least = {"micro_batch": 1, "activation_checkpointing": "block"}
     assert advised(training=least, pipeline={"stages": 6, "layers": [1] * 6}) == {}

@@ -1,7 +1,7 @@
 """cluster.yaml and ``--set`` in, one checked `ClusterConfig` out; and that configuration as JSON and YAML.
 
 Every mistake is a `ConfigError` of one line that names its place. The JSON form is canonical:
-equal configurations give equal text, so its hash tells whether two processes mean the same run.
+equal configurations give equal text, so processes compare its hash to check that they belong to one run.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
     are named by index: ``hosts.1.device=cpu``.
 
     Raises:
-        ConfigError: of one line, with file and line or with the override.
+        ConfigError: the first mistake, with file and line or with the override.
     """
     values, origins = _read(path, overrides)
     return validated(ClusterConfig, values, origins, WRITTEN_BY_HAND)
@@ -101,7 +101,7 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
 
 
 def _with_keys(path: KeyPath, section: Any) -> Any:
-    """A section that an override goes into: empty if nothing was written; the keys of a word that stands for some."""
+    """The section that an override changes, as keys: none if it is empty, and those that a word such as `paper` means."""
     if path == ("wire",) and section == PAPER_WORD:
         return dict(PAPER)
     return {} if section is None or (path, section) == (("wire", "follow"), True) else section
@@ -176,7 +176,7 @@ _Dumper.add_representer(float, _represent_float)
 
 
 def resolve(config: ClusterConfig) -> ClusterConfig:
-    """Write out what the configuration leaves to this machine and to this version of tahq.
+    """Fill in what the configuration leaves to this machine and to this version of tahq.
 
     Codec specs get all their parameters, so that a run continues as it began even if a default changes;
     where all workers are on this machine, its cores are divided among them, so that a resumed run computes

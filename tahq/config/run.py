@@ -19,7 +19,7 @@ def _folder_name(text: str) -> str:
 
 
 def _first_and_last(value: Any) -> Any:
-    """Two steps, from 1, in order, of one or two; ValueError that says what the key takes."""
+    """A step, or the first and the last step, counted from 1, as a pair; ValueError if it is neither."""
     steps = value if isinstance(value, list | tuple) else [value, value]
     if len(steps) != 2 or not all(type(step) is int for step in steps) or not 1 <= steps[0] <= steps[1]:
         got = str(value).lower() if isinstance(value, bool) else repr(value)
@@ -31,7 +31,7 @@ TracedSteps = Annotated[tuple[int, int], BeforeValidator(_first_and_last)]
 
 
 class RunConfig(Section):
-    """What a run is called, where it writes, and how long its parts wait for each other."""
+    """A run's name and folder, and how long its parts wait for each other."""
 
     name: Annotated[str, AfterValidator(_folder_name)] = "run"
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -41,9 +41,9 @@ class RunConfig(Section):
     advertise: DialledHostPort | None = None
     """host:port that workers dial, if it differs from what is bound."""
     device: Device = "auto"
-    """auto, cpu, cuda or cuda:N, for hosts that do not say."""
+    """auto, cpu, cuda or cuda:N, for hosts that set no device."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """Compute threads a worker; None: cores divided by the workers on them."""
+    """Compute threads per worker; None: the cores divided among the workers on them."""
     peer_timeout: Duration = Field(default=10.0, ge=0.1)
     """Warn about a peer that has been silent this long; heartbeats are sent five times as often."""
     give_up: Duration = Field(default=120.0, ge=0.1)
@@ -69,7 +69,7 @@ class RunConfig(Section):
     """How fast a host fetches copies; None: 5 % of what it is configured to receive at, else 10 mbit/s."""
     log_level: Literal["debug", "info", "warning"] = "info"
     trace_steps: TracedSteps | None = None
-    """First and last step, from 1, of which every action of every worker is kept, as a picture."""
+    """First and last step, from 1, of which every action of every worker is recorded, as a picture."""
 
     def is_traced(self, step: int) -> bool:
         """Whether this step, from 0, is one of `trace_steps`."""

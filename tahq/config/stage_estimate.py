@@ -19,7 +19,7 @@ from tahq.quant import get_codec
 
 
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
-    """All chunks of a stage together at the peak, which different chunks reach at different times.
+    """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
 
     Layers of a configuration that is not resolved are divided by counted cost.
     """
@@ -59,12 +59,12 @@ def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
 
 
 def chunks_of(config: ClusterConfig, stage: int) -> range:
-    """The pieces of the model that a stage has."""
+    """The numbers of a stage's chunks."""
     return range(stage, config.pipeline.num_chunks, config.pipeline.stages)
 
 
 def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool) -> StepNumbers:
-    """Of a chunk with nothing in flight."""
+    """The numbers of a chunk with nothing in flight."""
     training = config.training
     return StepNumbers(
         shape=micro_batch_shape(config, training.micro_batch, bf16=bf16),
@@ -79,7 +79,7 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
 
 
 def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool) -> MicroBatchShape:
-    """Micro-batches of that many samples, as the configuration has them computed."""
+    """The shape of micro-batches of this many samples, and how the configuration computes them."""
     low_rank = low_rank_settings(config.training, config.run.seed)
     return MicroBatchShape(
         micro_batch,
@@ -93,12 +93,12 @@ def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool) ->
 
 
 def _coat_gradient_nbytes(config: ClusterConfig, bf16: bool) -> int:
-    """FP8 units, in use where bf16 is, take two layouts of a gradient that is coded."""
+    """Bytes per element of a coded gradient: FP8 units, in use where bf16 is, take two layouts."""
     return 0 if config.memory.coat.backward_products == "bf16" else (2 if bf16 else 1)
 
 
 def kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
-    """What COAT keeps beside an element of a block's matrix; FP8 units, in use where bf16 is, take two layouts."""
+    """Bytes that COAT keeps beside each element of a block's matrix; FP8 units, in use where bf16 is, take two layouts."""
     if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
         return 0
     return 2 if bf16 else 1
@@ -139,7 +139,7 @@ def memory_savings(
 
 
 def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tuple[str, ClusterConfig]]:
-    """Changes that may help, each with the configuration that has it and need not be valid."""
+    """Changes that may help, each with the changed configuration, which may be invalid."""
 
     def changed(section: str, **values: object) -> tuple[str, ClusterConfig]:
         keys = ", ".join(f"{section}.{key}: {'null' if value is None else value}" for key, value in values.items())
@@ -168,4 +168,4 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tup
         if fewer[largest] > 1:
             fewer[largest], fewer[other] = fewer[largest] - 1, fewer[other] + 1
             change, less = changed("pipeline", layers=fewer)
-            yield f"one layer less here, {change}", less
+            yield f"one layer fewer here, {change}", less

@@ -40,11 +40,7 @@ class Document:
 
 
 def parse_yaml(text: str, max_values: int = MAX_VALUES) -> Document:
-    """Read one YAML document.
-
-    Args:
-        text: of it.
-        max_values: more are refused, those that aliases repeat counted again.
+    """Read one YAML document of at most `max_values` values, counting those that aliases repeat.
 
     Raises:
         YamlError: not YAML, or something that this module refuses.
