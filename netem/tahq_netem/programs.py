@@ -36,7 +36,7 @@ def module_environment() -> dict[str, str]:
 def stat_fields(pid: int | str) -> list[str]:
     """The fields of /proc/PID/stat behind the name, which may hold spaces and brackets; empty: no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 

@@ -47,7 +47,7 @@ def unpacked_package(name: str) -> Path:
             # A metapackage only names the newest kernel.
             lines = run("apt-cache", "depends", "--important", name).splitlines()
             kernels = [line.split()[-1] for line in lines if line.startswith("  Depends: linux-image-")]
-            apt_get("download", *(kernels or [name]), folder=folder)
+            apt_get("download", *(kernels[:1] or [name]), folder=folder)
             [archive] = Path(folder).glob("*.deb")
             run("dpkg-deb", "--extract", str(archive), f"{folder}/files")
             Path(folder, "files").rename(target)

@@ -17,6 +17,7 @@ from tahq.errors import NetworkError
 from tahq_netem.backends.choice import probe
 from tahq_netem.backends.namespace_group import sweep_leftovers
 from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
+from tahq_netem.backends.tun import wire_tree
 from tahq_netem.measure import meter
 from tahq_netem.network.description import HostShape, PathShape, plan_network, uniform
 from tahq_netem.network.faults import FaultPlayer, Timeline
@@ -93,6 +94,20 @@ def test_reset_ends_connections_at_both_ends_but_not_those_within_the_host(backe
     with inner, own:
         inner.sendall(b"x")
         assert own.recv(1) == b"x"
+
+
+def test_wire_gets_the_former_plan_back_if_a_host_cannot_be_shaped(build, monkeypatch):
+    network = build("tun", uniform(2, rate=1e8))
+    before, changed = network.plan, network.plan.with_rates("host0", HostShape(1e7))
+    asked = []
+    monkeypatch.setattr(network.wire, "ask", lambda *message: asked.append(message))
+    monkeypatch.setattr(
+        network, "_egress_tree", lambda host: 1 / 0 if network.plan == changed else wire_tree(before, host)
+    )
+    with pytest.raises(ZeroDivisionError):
+        network.set_plan(changed)
+    assert asked == [("set_plan", changed), ("set_plan", before)]
+    assert network.plan == before
 
 
 @on_each_backend

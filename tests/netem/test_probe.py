@@ -1,12 +1,17 @@
 """What this machine can do, and the choice of a backend by it, with errors that say what to do."""
 
+import errno
 import os
 import platform
+import socket
+import struct
+from contextlib import nullcontext
 
 import pytest
 
 from tahq.comm.network_config import PairConfig
 from tahq.errors import NetworkError
+from tahq_netem.backends import namespaces
 from tahq_netem.backends.choice import PARTS, Probe, build_network, choose_backend, probe
 from tahq_netem.network.description import PathShape, plan_network, uniform
 
@@ -15,6 +20,7 @@ RATES = plan_network(uniform(2, rate=1e8))
 CAPPED = UNSHAPED.with_path("host0", "host1", PathShape(rate_bits_per_s=1e6))
 DELAYED = plan_network(uniform(2, rate=1e7, delay=0.01))
 LOSSY = plan_network(uniform(2, loss=0.01))
+ERROR, DONE, CONNECTION = 2, 3, 20  # types of netlink messages
 NO_ROOT = Probe(False, "network namespaces need root", {}, ("cubic",))
 
 
@@ -70,6 +76,36 @@ def test_every_missing_part_is_listed_with_its_consequence():
     without_namespaces = "\n".join(NO_ROOT.lines())
     assert "no: network namespaces need root; without them there are no hosts" in without_namespaces
     assert without_namespaces.count("not tried") == len(PARTS)
+
+
+def answer(kind: int, body: bytes) -> bytes:
+    return struct.pack("=IHHII", 16 + len(body), kind, 0, 0, 0) + body
+
+
+def status(number: int = 0, kind: int = ERROR) -> bytes:
+    return answer(kind, struct.pack("=i", -number))
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ((status(kind=DONE), status(errno.ENOENT)), None),
+        ((answer(CONNECTION, bytes(72)) * 2, status(kind=DONE), status(errno.ENOENT)), None),
+        # Without tcp_diag the kernel answers as if there was no connection.
+        ((status(errno.ENOENT), status(errno.ENOENT)), "it has no module tcp_diag"),
+        ((status(errno.ENOENT, DONE), status(errno.ENOENT)), "it has no module tcp_diag"),
+        ((status(kind=DONE), status(errno.EOPNOTSUPP)), "CONFIG_INET_DIAG_DESTROY"),
+        ((status(kind=DONE), status(errno.EPERM)), "Operation not permitted"),
+    ],
+)
+def test_kernel_can_reset_if_it_lists_connections_and_looks_for_one(monkeypatch, answers, reason):
+    kernel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    monkeypatch.setattr(namespaces, "_diag_socket", lambda: kernel)
+    with far:
+        for each in answers:
+            far.send(each)
+        with pytest.raises(NetworkError, match=reason) if reason else nullcontext():
+            namespaces.try_reset()
 
 
 @pytest.mark.netns

@@ -16,17 +16,16 @@ import re
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from pyroute2 import DiagSocket, IPRoute, NetlinkError
-from pyroute2.netlink import NLM_F_ACK, NLM_F_REQUEST
-from pyroute2.netlink.diag import SOCK_DESTROY, inet_diag_req
+from pyroute2 import IPRoute, NetlinkError
 
 from tahq.errors import NetworkError
 
@@ -44,10 +43,15 @@ _CLONE_NEWNET, _CLONE_NEWNS, _CLONE_FS = 0x40000000, 0x00020000, 0x200
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH: Final = 2
 _OWN: Final = "/proc/thread-self/ns/net"
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _SOCK_DESTROY = 4, 20, 21
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_REQUEST, _ACK, _DUMP = 0x1, 0x4, 0x300
 _STATES: Final = sum(1 << state for state in (1, 4, 5, 8))
 """ESTABLISHED, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT."""
-_ADDRESSES: Final = ("idiag_src", "idiag_dst")
-_NO_CONNECTION: Final = dict.fromkeys(_ADDRESSES, "0.0.0.0") | {"idiag_cookie": 2**64 - 1}
+_HEADER: Final = struct.Struct("=IHHII")
+_DIAG_REQUEST: Final = struct.Struct("=BBBBI48s")
+"""`struct inet_diag_req_v2` of linux/inet_diag.h."""
+_NO_CONNECTION: Final = bytes(40) + b"\xff" * 8  # INET_DIAG_NOCOOKIE
 
 
 def namespace_prefix(pid: int, taken: Collection[str]) -> str:
@@ -276,59 +280,81 @@ def end_processes(namespaces: Sequence[str], grace_s: float = GRACE_S) -> None:
 
 
 def reset_connections(namespace: str) -> int:
-    """End every established TCP connection to another host; returns how many there were.
+    """End every established TCP connection to another host; return how many there were.
 
-    The kernel sends RST to the peer, and the program here sees ECONNABORTED: what a router that forgets a connection
-    does to both ends.
+    The kernel sends RST to the peer, and the program here gets ECONNABORTED, as when a router forgets a connection.
+    pyroute2's DiagSocket ignores errors, so these messages are packed and parsed here.
     """
-    with entered(namespace), DiagSocket() as kernel, _explained():
-        return sum(
-            _destroy(kernel, family, connection)
+    with entered(namespace), _diag_socket() as kernel:
+        connections = [
+            (family, identity)
             for family in (socket.AF_INET, socket.AF_INET6)
-            for connection in kernel.get_sock_stats(family=family, states=_STATES)
-            if not _is_within_host(connection)
-        )
+            for identity in _connections(kernel, family)
+            if not _is_within_host(family, identity)
+        ]
+        return sum(_destroy(kernel, family, identity) for family, identity in connections)
 
 
 def try_reset() -> None:
     """End a connection that does not exist; raises NetworkError if this kernel cannot end connections."""
-    with DiagSocket() as kernel, _explained():
+    with _diag_socket() as kernel:
         # Ending a connection fails alike without the connection and without the module; listing them does not.
-        kernel.get_sock_stats(family=socket.AF_INET, states=_STATES)
+        list(_connections(kernel, socket.AF_INET))
         _destroy(kernel, socket.AF_INET, _NO_CONNECTION)
 
 
-def _destroy(kernel: DiagSocket, family: int, connection: Any) -> bool:
+def _diag_socket() -> socket.socket:
+    return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
+
+
+def _connections(kernel: socket.socket, family: int) -> Iterator[bytes]:
+    """The identity of each connection: both ports and addresses, interface and cookie, as the kernel packs them."""
+    _send(kernel, _SOCK_DIAG_BY_FAMILY, _REQUEST | _DUMP, family, bytes(48))
+    while True:
+        for kind, body in _messages(kernel.recv(1 << 16)):
+            if kind in (_NLMSG_DONE, _NLMSG_ERROR):
+                _check(body)
+                return
+            yield body[4:52]
+
+
+def _destroy(kernel: socket.socket, family: int, identity: bytes) -> bool:
     """Whether there still was such a connection."""
-    request = inet_diag_req()
-    request["sdiag_family"], request["sdiag_protocol"], request["idiag_states"] = family, socket.IPPROTO_TCP, _STATES
-    for key in _ADDRESSES:
-        request[key] = struct.unpack("!4I", socket.inet_pton(family, connection[key]).ljust(16, b"\0"))
-    for key in ("idiag_sport", "idiag_dport", "idiag_if", "idiag_cookie"):
-        request[key] = connection.get(key, 0)
-    try:
-        tuple(kernel.nlm_request(request, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK))
-    except NetlinkError as error:
-        if error.code == errno.ENOENT:
-            return False
-        raise
+    _send(kernel, _SOCK_DESTROY, _REQUEST | _ACK, family, identity)
+    [(_, body)] = _messages(kernel.recv(1 << 16))
+    if _error_number(body) == errno.ENOENT:
+        return False
+    _check(body)
     return True
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    reasons = {
-        errno.ENOENT: "it has no module tcp_diag",
-        errno.EOPNOTSUPP: "it was built without CONFIG_INET_DIAG_DESTROY",
-    }
-    try:
-        yield
-    except NetlinkError as error:
-        reason = reasons.get(error.code, os.strerror(error.code))
-        raise NetworkError(f"this kernel cannot reset connections: {reason}") from None
+def _send(kernel: socket.socket, kind: int, flags: int, family: int, identity: bytes) -> None:
+    body = _DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _STATES, identity)
+    kernel.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 0, 0) + body)
 
 
-def _is_within_host(connection: Any) -> bool:
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while data:
+        length, kind, *_ = _HEADER.unpack_from(data)
+        yield kind, data[_HEADER.size : length]
+        data = data[(length + 3) & ~3 :]
+
+
+def _error_number(message: bytes) -> int:
+    return -int.from_bytes(message[:4], sys.byteorder, signed=True)
+
+
+def _check(message: bytes) -> None:
+    if number := _error_number(message):
+        reasons = {
+            errno.ENOENT: "it has no module tcp_diag",
+            errno.EOPNOTSUPP: "it was built without CONFIG_INET_DIAG_DESTROY",
+        }
+        raise NetworkError(f"this kernel cannot reset connections: {reasons.get(number, os.strerror(number))}")
+
+
+def _is_within_host(family: int, identity: bytes) -> bool:
     """Connections of a host to itself are not the network's to end."""
-    source, destination = ip_address(connection["idiag_src"]), ip_address(connection["idiag_dst"])
+    size = 4 if family == socket.AF_INET else 16
+    source, destination = ip_address(identity[4 : 4 + size]), ip_address(identity[20 : 20 + size])
     return source == destination or (getattr(destination, "ipv4_mapped", None) or destination).is_loopback

@@ -84,8 +84,13 @@ class TunNetwork(Network):
 
     def set_plan(self, plan: NetworkPlan) -> None:
         """Give the network other rates and paths; waiting packets leave at the new rate, others keep their delay."""
+        before = self.plan
         self.wire.ask("set_plan", plan)
-        super().set_plan(plan)
+        try:
+            super().set_plan(plan)
+        except BaseException:
+            self.wire.ask("set_plan", before)
+            raise
 
     def set_link(self, host: str, *, is_up: bool) -> None:
         """Have the wire drop everything to and from the host, or stop doing so. Its interface stays up."""

@@ -106,7 +106,9 @@ def _serve_streams(connection: socket.socket) -> None:
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     """That many bytes, or b"" if the peer closed before."""
-    received = connection.recv(num_bytes, socket.MSG_WAITALL)
+    received = b""
+    while len(received) < num_bytes and (piece := connection.recv(num_bytes - len(received))):
+        received += piece
     return received if len(received) == num_bytes else b""
 
 

@@ -164,7 +164,7 @@ class FaultEvent:
     """A fault began, ended or was undone."""
 
     at_s: float
-    """Since the timeline began."""
+    """When the change was made, since the timeline began."""
     step: int | None
     """Steps done by then; None: steps are not counted."""
     fault: NetworkFault

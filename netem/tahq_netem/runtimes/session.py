@@ -178,7 +178,9 @@ class GrowingLines:
         """Whole lines added since the last call."""
         if not self._path.exists():
             return
-        content = self._path.read_bytes()[self._offset :]
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         yield from map(json.loads, whole.splitlines())
