@@ -123,7 +123,8 @@ class ClusterConfig(Section):
             return "links.rate and links.delay are enforced on ZMQ links only"
         pairs = self._linked_stages()
         if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):
-            return f"no two neighbouring stages are in one site (set site under {'links.' * (self.hosts == 'namespaces')}hosts)"
+            section = "links.hosts" if self.hosts == "namespaces" else "hosts"
+            return f"no two neighbouring stages are in one site (set site under {section})"
         for stage in filter(self.has_group, range(self.pipeline.stages)):
             own = [(f"hosts.{stage}", self.hosts[stage])] if isinstance(self.hosts, list) else []
             for where, owner in [("links", self.links), *own]:

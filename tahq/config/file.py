@@ -101,7 +101,7 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
 
 
 def _with_keys(path: KeyPath, section: Any) -> Any:
-    """The section that an override changes, as keys: none if it is empty, and those that a word such as `paper` means."""
+    """The section that an override changes, as keys: none if it is empty, those that a word such as `paper` means."""
     if path == ("wire",) and section == PAPER_WORD:
         return dict(PAPER)
     return {} if section is None or (path, section) == (("wire", "follow"), True) else section

@@ -98,7 +98,7 @@ def _coat_gradient_nbytes(config: ClusterConfig, bf16: bool) -> int:
 
 
 def kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
-    """Bytes that COAT keeps beside each element of a block's matrix; FP8 units, in use where bf16 is, take two layouts."""
+    """Bytes that COAT keeps beside each element of a matrix; FP8 units, in use where bf16 is, take two layouts."""
     if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
         return 0
     return 2 if bf16 else 1

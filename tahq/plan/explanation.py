@@ -89,7 +89,7 @@ def bottleneck(table: ClusterTable, prediction: Prediction) -> Bottleneck:
 
 
 def second_best(planned: Planned) -> Prediction | None:
-    """The best plan with other hosts, order or micro-batch size, or more than one block elsewhere; None: none found.
+    """The best plan with other hosts, order or micro-batch size, or more than one block elsewhere; None: there is none.
 
     Equal hosts make no difference.
     """

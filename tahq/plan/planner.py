@@ -52,7 +52,7 @@ class Replicas:
 class Planned:
     """The planner's result: the best plan (with replicas, that of the fastest one, alone) and the others by speed.
 
-    `replicas` is None where one pipeline is best, or no more were allowed.
+    `replicas` is None where one pipeline is best, or no more are allowed.
     """
 
     table: ClusterTable
@@ -124,7 +124,7 @@ def _with_quality(simulations: Simulations, fewest: PipelinePlan) -> Prediction:
 
 
 def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
-    """The same with the fewest micro-batches in flight that are about as fast: memory has a value, too."""
+    """The same plan with the fewest micro-batches in flight that is about as fast: memory has a value, too."""
     if is_long(best.plan):
         return best
     table, limit_s = simulations.table, simulations.time_s(best.plan) * (1 + _ABOUT_AS_FAST)
@@ -197,7 +197,12 @@ def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
 def _facing(one: PipelinePlan, other: PipelinePlan) -> list[tuple[int, int]]:
     """Hosts of two replicas that hold the same layers, or some of them."""
     held, peers = ([*zip(plan.hosts, pairwise((0, *accumulate(plan.layers))), strict=True)] for plan in (one, other))
-    return [(host, peer) for host, (a, b) in held for peer, (c, d) in peers if a < d and c < b]
+    return [
+        (host, peer)
+        for host, (first, end) in held
+        for peer, (peer_first, peer_end) in peers
+        if first < peer_end and peer_first < end
+    ]
 
 
 def _gradient_nbytes(table: ClusterTable, plan: PipelinePlan) -> float:
@@ -257,7 +262,7 @@ def _check_paths(table: ClusterTable, best: PipelinePlan) -> None:
 
 
 def _why_nothing_fits(table: ClusterTable) -> str:
-    """The need of the easiest stage of all, and the memory that there is."""
+    """Why no plan fits: the memory that the smallest stage needs, and the memory that there is."""
     problem, model = table.problem, table.problem.model
     count = min(table.num_hosts, model.num_layers, 3)
     stages = StageCosts(table, range(count), model.micro_batches[0])

@@ -42,7 +42,7 @@ class Speed:
 class Prediction:
     """A plan and its simulation.
 
-    `step_s` includes the commit's round trip, and, with replicas, nothing of their exchange. `timeline` is of the
+    `step_s` includes the commit's round trip, but not the exchange between replicas. `timeline` is of the
     whole step, or, where that is too long, of its first part. `memory_nbytes` and `in_flight` are by stage.
     """
 
@@ -57,7 +57,8 @@ class Prediction:
 def step_time_s(table: ClusterTable, plan: PipelinePlan, speed: Speed = Speed()) -> float:
     """Seconds of a step: frames share a downlink whole and queues have no end, which is faster to simulate.
 
-    ScheduleError: with these depths the schedule deadlocks.
+    Raises:
+        ScheduleError: with these depths the schedule deadlocks.
     """
     return _simulated(table, plan, None, MAX_ACTIONS_SEARCHED, speed)[0]
 
@@ -131,7 +132,7 @@ def _longest(plan: PipelinePlan, actions: int) -> int:
 
 
 def chunk_layers(plan: PipelinePlan) -> tuple[int, ...]:
-    """Blocks of each chunk: a stage's, divided evenly over its chunks, the first ones taking what is left over."""
+    """Blocks of each chunk: a stage's, divided evenly over its chunks, the first of which take what is left over."""
     return tuple(
         layers // plan.chunks_per_stage + (turn < layers % plan.chunks_per_stage)
         for turn in range(plan.chunks_per_stage)

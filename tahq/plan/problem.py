@@ -103,7 +103,7 @@ class PlanProblem:
 
     @property
     def fewest_bits(self) -> tuple[str, str]:
-        """The codec of the shortest frames in each direction; of equals the more faithful."""
+        """The codec of the shortest frames in each direction; of equally short ones the more faithful."""
         nbytes = partial(self.frame_nbytes, micro_batch=self.model.micro_batches[0])
         return min(self.activations, key=nbytes), min(self.gradients, key=nbytes)
 
@@ -116,7 +116,7 @@ def _frame_nbytes(codec: str, shape: tuple[int, int, int], piece_nbytes: int) ->
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """One choice of everything.
+    """A complete plan of one pipeline.
 
     Attributes:
         hosts: index of each stage's host in the cluster's list, in order.
@@ -141,7 +141,7 @@ class PipelinePlan:
 
     @property
     def num_stages(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return len(self.hosts)
 
 

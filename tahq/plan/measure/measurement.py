@@ -1,6 +1,6 @@
 """The measurements of a cluster that `tahq measure` asks of the workers, and the `ClusterNumbers` they give. Pure.
 
-A job is one worker's: it dials one peer or several and measures both directions. The jobs of a batch go at the same
+A job is for one worker: it dials one or more peers and measures both directions. The jobs of a batch run at the same
 time. As in a run, the higher stage dials the lower one; where the lower one has no address, it dials the higher one.
 
 A missing measurement costs as little as possible: hosts without compute times are left out with their paths,
@@ -74,7 +74,7 @@ def diallers(pair: Pair, endpoints: Sequence[Endpoint]) -> Pair | None:
 def planned_jobs(
     endpoints: Sequence[Endpoint], machines: Sequence[str], request: MeasureRequest
 ) -> tuple[list[list[Job]], list[Pair]]:
-    """Batches of jobs of these workers on their machines, and the pairs that cannot be joined."""
+    """Batches of jobs of these workers on their machines, and the pairs that cannot be connected."""
     batches: list[list[Job]] = []
     apart: list[Pair] = []
     for pairs in measuring_rounds(machines, parallel=request.parallel):
@@ -154,7 +154,7 @@ class PathFigures:
 
 
 class Measured:
-    """Figures as they come in; by stage the host's name and its computer, whose devices' memory stages share."""
+    """Collects figures as they arrive; `names` of hosts and `computers`, whose stages share memory, are by stage."""
 
     def __init__(self, names: Sequence[str], computers: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -173,7 +173,7 @@ class Measured:
         return bool(self._computes)
 
     def take_compute(self, figures: ComputeMeasured, device: str, name: str) -> None:
-        """Take a worker's times of a device of its computer; RemoteProtocolError if one is impossible."""
+        """Take a worker's times on a device of its computer; RemoteProtocolError if they are malformed."""
         try:
             times = [LayerTimes.model_validate(row) for row in figures.times]
             for encode_s, decode_s in figures.codecs.values():
@@ -187,7 +187,7 @@ class Measured:
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
 
     def take_paths(self, job: Job, figures: PathsMeasured, name: str) -> None:
-        """Take a worker's rates and round trips to others, or its error; RemoteProtocolError if one is impossible."""
+        """Take a worker's rates and round trips to others, or its error; RemoteProtocolError if they are malformed."""
         rows = {"round trips": figures.round_trips, "rates out": figures.outward, "rates in": figures.inward}
         for what, row in rows.items():
             is_whole = len(row) == len(job.peers) or (figures.error and not row)
@@ -213,7 +213,7 @@ class Measured:
     def note_apart(self, pair: Pair) -> None:
         """Note two hosts of which neither can be dialled."""
         one, other = (self.names[stage] for stage in pair)
-        reason = "both only dial out; give one of them an address that the other reaches (advertise)"
+        reason = "both only dial out; give one of them an address that the other can reach (advertise)"
         self.failures.append(f"{one} and {other}: {reason}")
         self._paths[pair].failure = self._paths[pair[::-1]].failure = reason
 

@@ -40,7 +40,7 @@ _LOOK_S = 0.2
 _REASONS: Mapping[int, str] = {
     Welcome.OTHER_RUN: "a worker of another run answers there",
     Welcome.OTHER_STAGE: "the worker of another stage answers there; do two hosts advertise one address?",
-    Welcome.BUSY: "it answers too many others",
+    Welcome.BUSY: "it is busy with too many connections",
 }
 
 
@@ -62,15 +62,15 @@ class Peer:
 class Meter:
     """The near end, of this run and stage.
 
-    Its methods raise PeerLostError, which names the peer, where one cannot be reached, falls silent, or a stream stands
-    still, and RemoteProtocolError where something else answers there.
+    Its methods raise PeerLostError, which names the peer, if it cannot be reached or falls silent, or a stream stalls,
+    and RemoteProtocolError if another program answers there.
     """
 
     run: int
     stage: int
 
     def round_trip_s(self, peer: Peer, count: int) -> float:
-        """The least of several small exchanges: in longer ones one end was late."""
+        """Seconds of the shortest of several small exchanges; in the others, one of the ends was late."""
         with self._dialled(peer) as connection:
             return min(_exchange_s(connection) for _ in range(count))
 
@@ -107,9 +107,11 @@ class Meter:
                 connection.sendall(GREETING.pack(MAGIC, VERSION, self.run, self.stage, peer.stage))
                 answer = receive_exactly(connection, 1)
                 if not answer:
-                    raise ConnectionError("it hangs up; is it another program, or another version of tahq?")
+                    raise ConnectionError(
+                        "it closed the connection; is it another program, or another version of tahq?"
+                    )
                 if answer[0] != Welcome.WELCOME:
-                    reason = _REASONS.get(answer[0], "a program that is no worker of tahq answers")
+                    reason = _REASONS.get(answer[0], "a program other than a tahq worker answers there")
                     raise RemoteProtocolError(f"{peer.name}: {reason}")
                 yield connection
         except TimeoutError as error:
@@ -134,7 +136,7 @@ def _stream(connection: socket.socket, peer: Peer, request: MeterRequest) -> flo
     else:
         rate = receive_stream(connection, request)
     if rate <= 0:
-        raise PeerLostError(f"{peer.name}: hardly a byte of a stream arrived")
+        raise PeerLostError(f"{peer.name}: almost nothing of a stream arrived")
     return rate
 
 

@@ -31,7 +31,7 @@ MAGIC, VERSION = b"TAHM", 1
 LONGEST_S = 60.0
 """Longest stream; a request for more is refused."""
 STALL_S = 10.0
-"""Give up a silent peer, or a stream that stands still, after this long."""
+"""Give up a silent peer, or a stalled stream, after this long."""
 WINDOW_S = 0.1
 """Shortest window; a window is at least a round trip long, since TCP sends in bursts of that distance."""
 
@@ -163,7 +163,7 @@ def tune(connection: socket.socket) -> None:
 def receive_stream(connection: socket.socket, request: MeterRequest) -> float:
     """Receive a stream until its rate has settled, report to the sender, and discard the rest of it.
 
-    Returns bits per second. OSError: the stream stood still (TimeoutError), or ended too early (ConnectionError).
+    Returns bits per second. OSError: the stream stalled (TimeoutError), or ended too early (ConnectionError).
     """
     settling = Settling(request.window_s, request.least_s, request.most_s)
     scratch = bytearray(_SCRATCH_NBYTES)
@@ -182,7 +182,7 @@ def receive_stream(connection: socket.socket, request: MeterRequest) -> float:
 def send_stream(connection: socket.socket, most_s: float, peer: str) -> float:
     """Send until the receiver reports, and wait until it has received everything.
 
-    Returns bits per second, as the receiver saw them. OSError: the receiver takes nothing, or has gone.
+    Returns bits per second, as the receiver saw them. OSError: the receiver has stopped reading, or has gone.
     RemoteProtocolError: its report is malformed.
     """
     block, deadline_s = _random_block(), time.monotonic() + most_s + 2 * STALL_S
@@ -191,7 +191,7 @@ def send_stream(connection: socket.socket, most_s: float, peer: str) -> float:
         if readable:
             break
         if not writable or time.monotonic() > deadline_s:
-            raise TimeoutError("the receiver takes nothing more")
+            raise TimeoutError("the receiver has stopped reading")
         with contextlib.suppress(BlockingIOError):
             connection.send(block, socket.MSG_DONTWAIT)
     data = receive_exactly(connection, REPORT.size)

@@ -26,7 +26,7 @@ Order = tuple[int, ...]
 Score = Callable[[Order], float]
 
 MAX_ALL_HOSTS = 6
-"""Up to so many hosts are tried in all orders."""
+"""Up to this many hosts are tried in all orders."""
 
 _MAX_EVERYTHING = 4_000
 """Up to this many pairs of order and micro-batch size, all are bounded; else only the orders best at two sizes."""
@@ -92,7 +92,7 @@ class CandidateSearch:
     def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
         """The two micro-batch sizes that some orders, given for each, do best with.
 
-        Where none of the orders fits, others may: then the sizes that take least memory.
+        If none of these orders fits memory, others may: then the two smallest sizes.
         """
         best = {
             size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
@@ -129,7 +129,7 @@ def all_orders(kinds: Sequence[int], hosts: Sequence[int], sizes: Sequence[int])
 
 
 def stage_counts(most: int, wanted: int | None) -> tuple[int, ...]:
-    """Numbers of stages to try: all of a few, and of many each about a seventh larger than the last."""
+    """Numbers of stages to try: all up to a few, then each about a seventh larger than the last."""
     if wanted is not None:
         return (wanted,)
     counts, count = [], 1

@@ -2,7 +2,7 @@
 
 Speed first, then quality: a plan is found with the codec of fewest bits in each direction, and then links take more
 faithful ones, one rung of the ladder at a time in turn, for as long as all together cost no more than `TOLERANCE` of
-the tokens per second and their frames fit in memory. So only links that limit the step are coded hard. A more
+the tokens per second and their frames fit in memory. So only links that limit the step are compressed hard. A more
 faithful codec may have shorter frames than a less faithful one: where a rung costs too much, a higher one with shorter
 frames is tried.
 """

@@ -1,7 +1,7 @@
 """From orders and divisions to plans: candidates by bound, the most promising simulated, the best improved.
 
-Candidates (`candidates.py`) are simulated in the order of their bounds, until the next bound is above the
-best simulated step or the budget of simulated actions is spent.
+Candidates (`candidates.py`) are simulated in the order of their bounds, until the next bound is above the best
+simulated step or the budget of simulated actions is spent.
 """
 
 import math
@@ -51,7 +51,7 @@ class Simulations:
         return self.times_s[plan]
 
     def ranked(self) -> list[PipelinePlan]:
-        """All simulated plans, the fastest first; of equals the one with fewer micro-batches in flight."""
+        """All simulated plans, the fastest first; of equally fast ones that with fewer micro-batches in flight."""
 
         def in_flight(plan: PipelinePlan) -> int:
             return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)

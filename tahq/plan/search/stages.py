@@ -39,7 +39,7 @@ class StageCompute(NamedTuple):
 
 
 class StageCosts:
-    """The hosts of one order, as indices in the table; codecs by cut, or (None) those of fewest bits."""
+    """Costs of stages on hosts, given by index and in order; codecs are by cut, None for those of fewest bits."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StageCosts:
         )
         self._held_block = np.where(own["held_block"] > 0, own["held_block"], self._held.block)
         self.ends = self.hosts[:-1], self.hosts[1:]
-        """Hosts before and behind each cut."""
+        """Hosts before and after each cut."""
         self.latency = table.latency_s[self.ends]
         self.nbytes = np.zeros((len(hosts) - 1, 2))
         """Of a frame at each cut, forward and backward."""
@@ -80,7 +80,7 @@ class StageCosts:
 
     @classmethod
     def of(cls, table: ClusterTable, plan: PipelinePlan) -> "StageCosts":
-        """Those of a plan."""
+        """The costs of a plan's stages."""
         return cls(table, plan.hosts, plan.micro_batch, plan.activations, plan.gradients)
 
     def times(self, layers: Array) -> StageCompute:
@@ -129,8 +129,8 @@ class StageCosts:
         nbytes = np.array([table.problem.frame_nbytes(codec, size) for codec in codecs])
         self.nbytes[:, number] = nbytes
         encode, decode = (
-            np.array([table.codec_s(int(host), codec, size)[way] for host, codec in zip(hosts, codecs, strict=True)])
-            for way, hosts in enumerate(ends)
+            np.array([table.codec_s(int(host), codec, size)[index] for host, codec in zip(hosts, codecs, strict=True)])
+            for index, hosts in enumerate(ends)
         )
         return DirectionSeconds(
             encode=encode,
@@ -199,7 +199,7 @@ def _covering(stages: StageCosts, layers: Array) -> Iterator[Array]:
     hops = out.encode + out.alone + out.decode + back.encode + back.alone + back.decode + 2 * stages.latency
     own = times.forward + times.backward
     later = np.concatenate([np.cumsum((own[1:] + hops)[::-1])[::-1], [0.0]])
-    pace = max([1e-12, float(own.max()), *(float(way.alone.max(initial=0.0)) for way in (out, back))])
+    pace = max([1e-12, float(own.max()), *(float(each.alone.max(initial=0.0)) for each in (out, back))])
     for share, extra in ((1.0, 0), (1.0, 1), (1.0, 2), (1.5, 2), (2.0, 4)):
         yield np.maximum(1.0, np.ceil(share * (own + later) / pace - 1e-9) + extra)
 

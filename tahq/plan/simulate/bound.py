@@ -141,10 +141,10 @@ def _wire_bounds(costs: StepSeconds, ready: Array, trip: Array, end: Array) -> d
     """Bounds of each line and codec lane.
 
     Args:
-        costs: the step.
-        ready: when the first activation of each cut is computed.
-        trip: from there to its gradient's arrival, decoded.
-        end: from a decoded gradient to the end of the step.
+        costs: the step's seconds.
+        ready: when the first activation of each cut is computed, [..., P − 1] like the others.
+        trip: seconds from there until its gradient is decoded.
+        end: seconds from a decoded gradient to the end of the step.
     """
     out, back, count, (hop_out, hop_back) = costs.activations, costs.gradients, costs.num_micro_batches, _hops(costs)
     reached, returned = ready + hop_out - out.decode, ready + trip
