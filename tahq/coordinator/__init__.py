@@ -1,1 +1,1 @@
-"""Who takes part, what is committed, how a run ends: pure cores, and one thin service around them."""
+"""Which workers take part, what is committed, how a run ends: pure functions, and a thin service around them."""

@@ -1,8 +1,8 @@
 """Which copies of checkpoints exist off their stages' hosts, and which to make next: functions over the table.
 
-One checkpoint at a time is copied, the newest when the one before was copied everywhere. One that cannot be, since a
-host is lost with its part or a copy has failed, is skipped for the next. A stage's copy is held by its nearest
-neighbour on another host, the next stage rather than the one before.
+One checkpoint is copied at a time: when it is copied everywhere, the newest follows. A checkpoint that cannot be
+copied, because a host is lost with its part or a copy has failed, is skipped. A stage's copy is held by its nearest
+neighbour on another host, the next stage rather than the previous one.
 """
 
 from tahq.comm.control.messages import Copied, Copy
@@ -43,7 +43,7 @@ def is_needed(options: CoordinatorOptions, seats: Seats) -> bool:
 
 
 def uncopied(options: CoordinatorOptions, seats: Seats) -> list[Seat]:
-    """Stages whose checkpoints should be copied, and cannot be since no other worker can dial theirs."""
+    """Stages whose checkpoints should be copied, but whose workers no other worker can dial."""
     return [
         seat
         for seat in seats.held
@@ -81,7 +81,7 @@ def due(options: CoordinatorOptions, run: RunState, seats: Seats) -> list[tuple[
 
 
 def _order_for(options: CoordinatorOptions, seats: Seats, seat: Seat) -> CopyOrder | None:
-    """Who is to hold a stage's copy, and from whom it comes: from nobody, if the stage has no worker."""
+    """The worker that is to hold a stage's copy, and its source (empty: the stage has no worker)."""
     if not seat.is_held:
         holder = seats[seat.copy_holder] if seat.copy_holder is not None else None
         return CopyOrder(holder.identity, b"") if holder is not None and holder.hello is not None else None

@@ -1,4 +1,4 @@
-"""Who may have a seat, and what workers must agree on: decisions over the table, from the first JOIN to the plan.
+"""Which worker may have a seat, and what workers must agree on: decisions from the first JOIN to the plan.
 
 Pure: nothing is sent. A worker that does not fit is refused alone, and the run goes on waiting for another.
 """
@@ -25,7 +25,7 @@ def is_free(seats: Seats, stage: int) -> bool:
 
 
 def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, replaced: Seat | None) -> Refuse | None:
-    """Why a worker that holds no stage cannot have the one it wants (-1: any); None: it can.
+    """Why a worker without a stage may not have the stage that it asks for (-1: any); None: it may.
 
     `key` is the worker's, `replaced` the seat whose worker it would replace. A spare that was given a stage may have
     another key than the worker of the stage's host.
@@ -56,7 +56,7 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
 
 
 def replaced_by(seats: Seats, identity: bytes, join: Join) -> Seat | None:
-    """The seat whose worker is gone, since this worker replaces it; None: it replaces no other."""
+    """The seat whose worker this worker replaces; None: it replaces no worker."""
     if not 0 <= join.stage < len(seats) or not seats[join.stage].is_held:
         return None
     seat = seats[join.stage]
@@ -65,7 +65,7 @@ def replaced_by(seats: Seats, identity: bytes, join: Join) -> Seat | None:
 
 
 def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list[list[str]]:
-    """Rows of (field, this worker's value, expected value and whose it is); empty if the worker agrees.
+    """Rows of (field, this worker's value, expected value and its source); empty if the worker agrees.
 
     Version and configuration hash are compared with the coordinator's own, hashes of tokenizer and data between the
     workers that have them: the first HELLO counts.
@@ -81,24 +81,24 @@ def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list
 
 
 def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
-    """What is allowed and makes the run inexact: another version of torch, other arithmetic than the checkpoint's."""
+    """Warnings about differences that make the run inexact: torch's version, arithmetic unlike the checkpoint's."""
     others = [other for other in seats if other.hello and other.hello.torch_version != hello.torch_version]
     lines = [
         f"stage {seat.stage} has torch {hello.torch_version}, {other.name} has {other.hello.torch_version}: "
-        "a run is only the same to the bit with one version everywhere"
+        "a run is bit-exact only with the same version everywhere"
         for other in others[:1]
         if other.hello
     ]
     if hello.arithmetic_changes:
         changes = "; ".join(hello.arithmetic_changes)
-        lines.append(f"{seat.name}: the continuation is no longer exact, to the bit: {changes}")
+        lines.append(f"{seat.name}: the continuation is no longer bit-exact: {changes}")
     return lines
 
 
 def assignment(
     options: CoordinatorOptions, run: RunState, stage: int, sources: Sequence[Sequence[str | int]]
 ) -> Assign:
-    """ASSIGN for the worker that has a seat now; `sources` are the workers that have its files, as in ASSIGN."""
+    """ASSIGN for the worker that has this seat now; `sources` are rows of ASSIGN: workers that have its files."""
     newest, base = run.newest, run.base
     older = base if base.step < newest.step else None
     return Assign(

@@ -1,8 +1,8 @@
-"""The coordinator's memory on disk: what its successor needs to go on if this process is killed.
+"""The coordinator's state on disk, from which a restarted coordinator continues if this process is killed.
 
-Every decision is durable here before any worker hears of it, so a coordinator that is started again can answer workers
-that had heard of it and workers that had not. SQLite, write-ahead log, full synchronisation; one file in the run's
-folder. Rows are kept since the base: the oldest checkpoint at which a lost stage may begin again.
+Every decision is durable here before it is sent to any worker, so a restarted coordinator gives the same answer to
+workers that had received it and to workers that had not. SQLite, write-ahead log, full synchronisation; one file in
+the run's folder. Rows are kept since the base: the oldest checkpoint at which a lost stage may begin again.
 
 ::
 
@@ -32,7 +32,7 @@ from tahq.units import format_size
 
 FORMAT = 1
 _BUSY_S = 0.1
-"""How long SQLite itself waits for another program's lock; signs of life must go out meanwhile."""
+"""How long SQLite itself waits for another program's lock; heartbeats must go out meanwhile."""
 _PROBE_NBYTES = 1 << 16
 M = TypeVar("M", bound=Message)
 
@@ -167,7 +167,7 @@ class Journal:
         self._put_facts(facts, *((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in _BY_STEP))
 
     def held(self, holder: JournalledHolder) -> None:
-        """Keep who trains a stage."""
+        """Keep which worker trains a stage."""
         row = (holder.stage, holder.identity, encode_message(holder.hello), holder.host, holder.pid, holder.worker_id)
         self._write(("INSERT OR REPLACE INTO holders VALUES (?, ?, ?, ?, ?, ?)", row))
 

@@ -37,7 +37,7 @@ ROOM = 0.75
 WARM_UP_STEPS = 1
 """Steps after a start that are ignored: kernels and TCP are cold."""
 LOSS_WINDOW = 20
-"""Steps over which the loss is averaged (exponentially), and before the average is used."""
+"""Steps over which the loss is averaged (exponentially), and steps before the average is used."""
 RISING_STEPS = 3
 """Consecutive steps above the average that count as a rise."""
 MOST_PATIENCE = 16
@@ -101,7 +101,7 @@ class DirectionState:
         num_room: consecutive steps in which more bits would have fitted.
         room: the highest rung that would have fitted in all of those.
         patience: factor on `raise_after`.
-        raised_at: step of the last raise for room; None: none, or it has proved right.
+        raised_at: step of the last raise for room; None: there was none, or it has proved right.
         floor: not to be lowered below this rung
         floor_until: before this step.
     """

@@ -40,7 +40,7 @@ class Measuring:
         self._num_orders = 0
 
     def begin(self, ctx: RunContext) -> None:
-        """All workers are there: have each measure its own compute."""
+        """All workers are there: order each to measure its own compute."""
         self._ctx = ctx
         self._computing = {seat.stage for seat in ctx.seats.held}
         ctx.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))

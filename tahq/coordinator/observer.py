@@ -295,7 +295,7 @@ class RunObserver:
         """The run is now `phase` (joining, connecting, training, finishing, over) and waits for `detail`."""
 
     def stage_changed(self, status: StageStatus) -> None:
-        """A worker joined, was greeted, or reported its activity."""
+        """A worker joined, sent HELLO, or reported its activity."""
 
     def stage_left(self, stage: int) -> None:
         """This stage has lost its worker."""

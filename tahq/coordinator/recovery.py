@@ -4,12 +4,12 @@ Pure: functions of the table and the time; some raise what ends the run. ::
 
     lost ──▶ JOIN, ASSIGN, HELLO ──all are greeted──▶ RELINK to its neighbours ──all have answered──▶ PLAN, READY, START
 
-Its neighbours send it again what they sent since the checkpoint, from their logs; nothing that the other stages hold is
-touched, so the run goes on as if nothing had happened, to the bit. Every return has an epoch of its own: frames of the
-one before, from a process that was taken for dead, are rejected. A stage that is lost meanwhile begins the return anew.
+Its neighbours resend the frames since the checkpoint from their logs; nothing that the other stages hold is
+touched, so the run goes on bit-exactly, as if nothing had happened. Every return has a new epoch: frames of an earlier
+epoch, from a process that was taken for dead, are rejected. If a stage is lost meanwhile, the return starts again.
 
-A stage at position p wants the training frames of step p and of all later ones; one that is behind the run takes them a
-few steps at a time (`AHEAD`).
+A stage at position p wants the training frames of step p and all later steps; while it is behind the run, it takes them
+a few steps at a time (`AHEAD`).
 """
 
 import math
@@ -27,12 +27,12 @@ from tahq.coordinator.seats import RestorePoint, Seat, SeatPhase, Seats, stage_l
 from tahq.errors import NonFiniteError, OutOfMemoryError, PeerLostError, TahqError, UserError
 
 AHEAD = 2
-"""Steps of frames that a stage which is behind is sent, counting its current one."""
+"""Steps of frames, the current step included, that a stage behind the run is sent."""
 NO_END = -1
 LAST_WORDS_S = 0.3
 """How long the last messages of a process that has ended may still be in transit."""
-TELLING: Mapping[int, type[TahqError]] = {2: UserError, 4: OutOfMemoryError, 5: NonFiniteError}
-"""Exit statuses of a worker that say more than that it is gone."""
+ERROR_OF_STATUS: Mapping[int, type[TahqError]] = {2: UserError, 4: OutOfMemoryError, 5: NonFiniteError}
+"""Exit statuses of a worker that say why it ended."""
 
 
 # -- losing ----------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def killed(run: RunState, seats: Seats, now_s: float) -> dict[int, str]:
         words = f"{seat.name}: its worker exited with status {status}{_when(run)}{said}"
         # a signal, or ssh (255) lost its connection
         if end.status in (128 + signal.SIGINT, 128 + signal.SIGTERM) or 0 <= end.status < 128:
-            raise TELLING.get(end.status, PeerLostError)(words)
+            raise ERROR_OF_STATUS.get(end.status, PeerLostError)(words)
         messages[seat.stage] = words
     return messages
 
@@ -82,8 +82,8 @@ def _when(run: RunState) -> str:
 # -- giving up -------------------------------------------------------------------------------------
 
 
-def deadline_s(options: CoordinatorOptions, run: RunState, seats: Seats, seat: Seat) -> float | None:
-    """When the run is given up if this seat is still in its phase; None: it waits for nothing.
+def deadline_s(options: CoordinatorOptions, run: RunState, seats: Seats, seat: Seat) -> float:
+    """When the run is given up if this seat is still in its phase; infinity: it waits for nothing.
 
     Before training all stages have `run.join_timeout`. Later a stage without a worker has `run.give_up`; one whose
     worker loads or fetches its checkpoint, connects, or makes its links ready has as long as joining may take, and so
@@ -93,14 +93,14 @@ def deadline_s(options: CoordinatorOptions, run: RunState, seats: Seats, seat: S
     if run.phase is RunPhase.JOINING or (run.phase is RunPhase.CONNECTING and seat.phase is not SeatPhase.READY):
         return run.since_s + options.join_timeout_s
     if run.phase not in UNDER_WAY:
-        return None
+        return math.inf
     lost_since_s = seat.since_s if seat.lost_since_s is None else seat.lost_since_s
     match seat.phase:
         case SeatPhase.EMPTY:
             return lost_since_s + options.give_up_s
         case SeatPhase.ASSIGNED:
             return lost_since_s + longest_s
-        case SeatPhase.GREETED:  # it waits for stages that have deadlines of their own, and then for its neighbours
+        case SeatPhase.GREETED:  # it waits for other stages, which have deadlines, and then for its neighbours
             return longest_s + max(other.since_s for other in seats if other.phase is not SeatPhase.READY)
         case SeatPhase.PLANNED:
             return seat.since_s + longest_s
@@ -108,11 +108,11 @@ def deadline_s(options: CoordinatorOptions, run: RunState, seats: Seats, seat: S
             return seat.relinking_since_s + longest_s
         case SeatPhase.READY if run.phase is RunPhase.FINISHING and owes(run, seats, seat):
             return longest_s + max(run.since_s, run.reported_s, *(other.since_s for other in seats))
-    return None
+    return math.inf
 
 
 def owes(run: RunState, seats: Seats, seat: Seat) -> list[str]:
-    """The reports that a stage still owes, in words; none while it recomputes steps before them."""
+    """The reports that a stage still owes, in words; empty while it recomputes steps before them."""
     if is_behind(run, seat):
         return []
     loss = ["the validation loss"] if run.evaluating is not None and seat.stage == len(seats) - 1 else []
@@ -126,7 +126,7 @@ def check_deadlines(options: CoordinatorOptions, run: RunState, seats: Seats, no
         UserError: workers did not join before training.
         PeerLostError: workers did not connect, did not come back, or did not report.
     """
-    late = [seat for seat in seats if now_s > (deadline_s(options, run, seats, seat) or math.inf)]
+    late = [seat for seat in seats if now_s > deadline_s(options, run, seats, seat)]
     stages = stage_list(seat.stage for seat in late)
     if run.phase is RunPhase.JOINING and late and (missing := seats.before(SeatPhase.GREETED)):
         raise UserError(
@@ -190,12 +190,12 @@ def wanted(run: RunState, link: int, receiver: Seat) -> list[int]:
 
 
 def returning(seats: Seats) -> frozenset[int]:
-    """Stages that have said HELLO and can be told their plan, since no stage is still to come; else none."""
+    """Stages that have sent HELLO and can be sent their plan; empty while any stage has yet to send it."""
     return frozenset() if seats.before(SeatPhase.GREETED) else frozenset(seats.before(SeatPhase.PLANNED))
 
 
 def fit_together(options: CoordinatorOptions, seats: Seats, stages: frozenset[int]) -> bool:
-    """Whether neighbours that both come back begin at the same step: neither has earlier frames for the other."""
+    """Whether neighbours that come back together begin at the same step: neither has earlier frames for the other."""
     return all(
         seats[stage].position == seats[other].position
         for stage in stages
@@ -235,17 +235,17 @@ def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int,
 
 
 def can_rebase(run: RunState, seats: Seats, point: RestorePoint | None) -> bool:
-    """Whether no stage can need anything of before this point."""
+    """Whether no stage can still need anything from before this point."""
     return point is not None and run.base.step <= point.step <= min(seat.position for seat in seats)
 
 
 def common_point(run: RunState, seats: Seats) -> RestorePoint:
-    """Where all stages can begin again: the newest checkpoint, unless one begins before it since it lacks its part."""
+    """Where all stages can begin again: the newest checkpoint, or the base if a stage lacks its part of that."""
     return run.base if any(seat.position < run.newest.step for seat in seats) else run.newest
 
 
 def answer_again(run: RunState, seat: Seat, commit: Commit) -> Commit:
-    """A decision as it is repeated to a stage: with what is still owed of it."""
+    """A decision as repeated to a stage: it asks only for reports that are still owed."""
     evaluate = commit.evaluate and commit.step == run.evaluating
     done = commit.step + 1
     return replace(commit, evaluate=evaluate, snapshot=commit.snapshot and owes_part(run, seat, done))

@@ -49,7 +49,7 @@ class RunPhase(Enum):
 
 
 class RunEvent(Enum):
-    """What moves a run on."""
+    """An event that moves a run."""
 
     ALL_GREETED = "all stages have said HELLO"
     ALL_READY = "all stages are connected"
@@ -167,7 +167,7 @@ class RunState:
 
     @property
     def outstanding(self) -> tuple[str, ...]:
-        """What the stages owe, in words."""
+        """The reports that stages owe, in words."""
         evaluation = ["the validation loss"] if self.evaluating is not None else []
         return (*evaluation, *(f"the checkpoint after step {step}" for step in sorted(self.owed)))
 
@@ -229,7 +229,7 @@ class RunState:
         self.decided = {number: decided for number, decided in self.decided.items() if number >= point.step}
 
     def turn_back(self, point: RestorePoint, now_s: float) -> None:
-        """Undo every step after a checkpoint older than the base."""
+        """Undo every step after this checkpoint, which is older than the base."""
         self.advance(RunEvent.TURNED_BACK, now_s)
         self.base = self.newest = point
         self.copying = self.evaluating = None
@@ -239,12 +239,12 @@ class RunState:
         self.owed.clear()
 
     def origin_at(self, step: int) -> RestorePoint | None:
-        """Where a worker begins that has the state after so many steps; None: no stage can begin there any more."""
+        """Where a worker with the state after this many steps begins; None: no stage can begin there any more."""
         return next((point for point in (self.newest, self.base) if point.step == step), None)
 
 
 def fingerprint(prepare: Prepare) -> str:
-    """A hash of what a stage computed in a step, as far as PREPARE tells: equal if it is equal to the bit."""
+    """A hash of the results of a stage's step that PREPARE reports: equal if they are bit-identical."""
     told = (prepare.norm2, prepare.finite, prepare.loss_sum, prepare.tokens, prepare.batch_digest)
     return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 

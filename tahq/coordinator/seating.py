@@ -1,6 +1,6 @@
-"""Carries out what moves seats: workers that join, are refused, are lost and come back.
+"""Fills and empties seats: workers join, are refused, are lost and come back.
 
-The decisions are in `gathering`, `recovery` and `copies`; this sends what follows from them.
+The decisions are in `gathering`, `recovery` and `copies`; this carries them out.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Raises PeerLostError if that was done too often.
 
 
 class Seating:
-    """Fills and empties seats; `settle` is called before that, and takes note of every complete checkpoint."""
+    """Moves seats; calls `settle`, which takes note of every complete checkpoint, before a seat is emptied."""
 
     def __init__(self, ctx: RunContext, restart: Restart, settle: Callable[[], object]) -> None:
         self._ctx, self._run, self._seats = ctx, ctx.run, ctx.seats
@@ -45,7 +45,7 @@ class Seating:
     # -- joining ---------------------------------------------------------------------------------
 
     def join(self, identity: bytes, join: Join) -> None:
-        """Give a worker the seat that it asks for, have it wait as a spare, or refuse it; asking again changes nothing.
+        """Give a worker the seat that it asks for, make it a spare, or refuse it; asking again changes nothing.
 
         The worker that holds the seat is replaced only by one that may have it.
         """
@@ -99,7 +99,7 @@ class Seating:
             self._ctx.warn(f"a spare worker stands by ({seats.spares[identity].name}); {seats.num_spares}")
 
     def hello(self, seat: Seat, hello: Hello) -> None:
-        """Accept or refuse a worker that has read the configuration; RemoteProtocolError if it may not say so now."""
+        """Accept or refuse a worker that has read the configuration; RemoteProtocolError if HELLO may not come now."""
         origin = self._run.origin_at(hello.start_step)
         if seat.phase is SeatPhase.ASSIGNED:
             if origin is None:
@@ -127,16 +127,16 @@ class Seating:
         self._run.returning = None
 
     def ready(self, seat: Seat) -> None:
-        """Note that a worker is connected; RemoteProtocolError if it may not say so now."""
+        """Note that a worker is connected; RemoteProtocolError if READY may not come now."""
         self._seats.advance(seat.stage, SeatEvent.READY, self._ctx.clock())
         self._ctx.tell_stage(seat)
         self._ctx.tell_phase()
         if seat.hello is not None:
-            who = (seat.host, seat.pid, seat.worker_id)
-            self._ctx.journal.held(JournalledHolder(seat.stage, seat.identity, seat.hello, *who))
+            held = (seat.stage, seat.identity, seat.hello, seat.host, seat.pid, seat.worker_id)
+            self._ctx.journal.held(JournalledHolder(*held))
 
     def rejoin(self, identity: bytes, rejoin: Rejoin) -> Seat | None:
-        """Give a worker the seat back that it held under the coordinator before, or have it begin anew."""
+        """Give a worker back the seat that it held under the previous coordinator, or make it start over."""
         ctx = self._ctx
         is_same = rejoin.run_id == ctx.options.run_id and ctx.journal.is_of(rejoin.run_id, ctx.options.config_hash)
         holder = ctx.journal.holders().get(rejoin.stage) if is_same else None
@@ -170,7 +170,7 @@ class Seating:
         self._ctx.warn(f"refused the worker {name}: {refusal.reason}{rows}")
 
     def turn_away(self, identity: bytes, message: Message) -> None:
-        """Answer a worker that holds no stage and did not ask for one."""
+        """Answer a worker that holds no stage and did not ask for any."""
         spare = self._seats.spares.pop(identity, None)
         if spare is not None and isinstance(message, Failed):
             self._ctx.warn(f"the spare worker {spare.name} is gone; {self._seats.num_spares}")
@@ -179,11 +179,11 @@ class Seating:
         elif isinstance(message, Failed):
             self._ctx.warn(f"a worker without a stage failed: {message.message}")
         else:
-            said = type(message).__name__
-            self._ctx.server.send(identity, Refuse(f"got {said} from a worker without a stage; start it again"))
+            name = type(message).__name__
+            self._ctx.server.send(identity, Refuse(f"got {name} from a worker without a stage; start it again"))
 
     def remind(self, identity: bytes) -> None:
-        """Tell a worker that has lost its stage, and still lives, that it has."""
+        """Tell a worker that is still alive that it has lost its stage."""
         former = self._seats.former.get(identity)
         if former is Former.TAKEN_BACK:
             self._seats.former[identity] = Former.REFUSED
@@ -192,7 +192,7 @@ class Seating:
             self._ctx.server.send(identity, Refuse("it holds no stage; start this worker again"))
 
     def _start_over(self, seat: Seat, why: str, former: Former) -> None:
-        """Empty a seat whose worker lives, and have that worker join again."""
+        """Empty a seat whose worker is alive, and make that worker join again."""
         self._ctx.send(seat, StartOver(why))
         self._empty(seat, former)
 
@@ -206,7 +206,7 @@ class Seating:
     # -- losing ----------------------------------------------------------------------------------
 
     def lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
-        """Empty the seat of a worker that is gone, and have it started again where that is possible.
+        """Empty the seat of a worker that is gone, and start it again where that is possible.
 
         `is_replaced`: another worker is there already; `is_silent`: it was silent until its host counts as lost.
 
@@ -235,7 +235,7 @@ class Seating:
         self._ctx.tell_phase()
 
     def _start_again(self, seat: Seat, is_silent: bool) -> bool:
-        """Start the stage's worker again where it was, unless that is in vain and a spare can take it."""
+        """Start the stage's worker again on its host, unless that is silent and a spare can take the stage."""
         now_s, options = self._ctx.clock(), self._ctx.options
         can_be_given = bool(self._seats.spares) and not copies.lacks(self._run, self._seats, seat.stage)
         seat.spare_from_s = now_s
@@ -282,7 +282,7 @@ class Seating:
     # -- coming back -----------------------------------------------------------------------------
 
     def bring_back(self) -> None:
-        """Once no worker is missing, have the neighbours of those that come back make their links ready."""
+        """Once no worker is missing, tell the neighbours of returning workers to make their links ready."""
         ctx, run, seats = self._ctx, self._run, self._seats
         stages = recovery.returning(seats)
         if not stages or run.returning is not None:
@@ -319,13 +319,13 @@ class Seating:
             seat.relinking_since_s = None
 
     def roll_back(self, why: str) -> None:
-        """Have every stage begin again at a point that all have: a lost stage cannot come back alone."""
+        """Make every stage begin again at a checkpoint that all have: a lost stage cannot come back alone."""
         self._settle()
         self._run.newest = recovery.common_point(self._run, self._seats)
         self.start_all_over(why)
 
     def start_all_over(self, why: str) -> None:
-        """Have every stage begin again at the newest checkpoint, or at the base."""
+        """Make every stage begin again at the newest checkpoint, or at the base."""
         self._ctx.warn(f"{why}: all stages go back to step {self._run.newest.step}, and go on from there")
         for seat in self._seats.held:
             self._start_over(seat, why, Former.TAKEN_BACK)
@@ -335,12 +335,12 @@ class Seating:
         self._abandon_return()
 
     def start(self, seat: Seat) -> None:
-        """Have a stage that came back begin."""
+        """Start a stage that came back."""
         self._ctx.send(seat, Start(seat.origin.step, [list(row) for row in seat.origin.codecs]))
         self._note_position(seat)
 
     def recomputed(self, seat: Seat) -> None:
-        """A stage has computed a step again: its neighbours may send it more."""
+        """A stage has recomputed a step: its neighbours may send it more frames."""
         for ends, other in recovery.links_of(self._ctx.options, seat.stage):
             self._ctx.send(self._seats[other], Widen(ends.link, recovery.through(self._run, seat)))
         self._note_position(seat)

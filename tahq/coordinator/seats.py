@@ -32,7 +32,7 @@ class SeatPhase(Enum):
 
 
 class SeatEvent(Enum):
-    """What moves a seat on; the value is the message's name."""
+    """An event that moves a seat; the value is the message's name."""
 
     JOIN = "Join"
     HELLO = "Hello"
@@ -58,7 +58,8 @@ FROM_WORKERS = (SeatEvent.HELLO, SeatEvent.READY)
 class RestorePoint:
     """A checkpoint at which a lost stage can begin again, or the beginning of the run (`snapshot` is "").
 
-    `snapshot` is its folder relative to the run's, `files` its hashes by name; `codecs` are START's rows for this step.
+    `snapshot` is its folder relative to the run's, `files` its hashes by name; `codecs` are START's rows for this step,
+    `saved_codecs` the codecs' state in the checkpoint.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Holder:
     host: str = ""
     pid: int = 0
     worker_id: str = ""
+    """Shared by the successive processes of one worker; empty: unknown."""
     hello: Hello | None = None
     last_seen_s: float = 0.0
     step: int = -1
@@ -132,15 +134,15 @@ class Seat(Holder):
     spare_from_s: float | None = None
     """When an empty seat may be given to a spare."""
     given_to: str | None = None
-    """The public key of the spare that was given it: the process that was started for it no longer matters."""
+    """The public key of the spare that was given the stage; its own host's process no longer matters then."""
     exit: ProcessExit | None = None
-    """How the process ended that was started for it."""
+    """How the process that was started for it ended."""
     refusal: str = ""
-    """Why the latest worker that wanted it was refused."""
+    """Why the latest worker that asked for it was refused."""
     is_inexact: bool = False
     """Whether it has recomputed a step with another result."""
     ordered: dict[int, CopyOrder] = field(default_factory=dict)
-    """Who was told to copy its part of a checkpoint, by step; `copied` and `failed` have the outcome."""
+    """Orders to copy its part of a checkpoint, by step; `copied` and `failed` have the outcome."""
     copied: dict[int, CopyOrder] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     copy_holder: int | None = None
@@ -180,7 +182,7 @@ class Spare:
 
 
 class Former(Enum):
-    """Why a worker that speaks holds no stage."""
+    """Why a worker that still sends messages holds no stage."""
 
     REFUSED = "refused"
     TAKEN_BACK = "its stage was taken back"
@@ -201,6 +203,7 @@ class Seats:
             for stage in range(num_stages)
         ]
         self.spares: dict[bytes, Spare] = {}
+        """In the order in which they came."""
         self.former: dict[bytes, Former] = {}
 
     def __len__(self) -> int:
@@ -223,7 +226,7 @@ class Seats:
         return self.before(SeatPhase.ASSIGNED)
 
     def before(self, phase: SeatPhase) -> tuple[int, ...]:
-        """Stages that have not come as far as this phase."""
+        """Stages that have not reached this phase."""
         order = list(SeatPhase)
         return tuple(seat.stage for seat in self._seats if order.index(seat.phase) < order.index(phase))
 
@@ -232,12 +235,12 @@ class Seats:
         return next((seat for seat in self._seats if seat.is_held and seat.identity == identity), None)
 
     def claim(self, identity: bytes, stage: int) -> Seat:
-        """The worker's seat, if it is the stage that the worker speaks for; RemoteProtocolError if it is not."""
+        """The seat of a worker whose message is about this stage; RemoteProtocolError if it has another, or none."""
         seat = self.find(identity)
         if seat is None:
-            raise RemoteProtocolError(f"a worker that holds no stage spoke for stage {stage}")
+            raise RemoteProtocolError(f"a worker that holds no stage sent a message for stage {stage}")
         if seat.stage != stage:
-            raise RemoteProtocolError(f"{seat.name} spoke for stage {stage}, which is not its own")
+            raise RemoteProtocolError(f"{seat.name} sent a message for stage {stage}, which it does not hold")
         return seat
 
     # -- events ----------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ class Seats:
         seat = self._seats[stage]
         following = TRANSITIONS.get((seat.phase, event))
         if following is None and event in FROM_WORKERS:
-            raise RemoteProtocolError(f"{seat.name} said {event.value} while it was {seat.phase.value}")
+            raise RemoteProtocolError(f"{seat.name} sent {event.value} while it was {seat.phase.value}")
         if following is None:
             raise LocalProtocolError(f"{event.name} cannot happen to {seat.name} while it is {seat.phase.value}")
         seat.phase, seat.since_s = following, now_s
@@ -275,7 +278,7 @@ class Seats:
         return before
 
     def turn_back(self, point: RestorePoint) -> None:
-        """Have every stage begin at this point, and forget copies of newer ones."""
+        """Make every stage begin at this point, and forget copies of newer checkpoints."""
         for seat in self._seats:
             seat.position, seat.origin = point.step, point
             seat.forget_copies(lambda step: step > point.step)

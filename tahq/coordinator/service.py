@@ -1,6 +1,6 @@
 """The coordinator: polls its socket, has each message answered, watches the clock, ends the run.
 
-The state is in two objects, `Seats` (a row per stage) and `RunState`. Functions over them decide what follows from an
+The state is in two objects, `Seats` (a row per stage) and `RunState`. Functions over them decide how to react to an
 event (`gathering`, `recovery`, `copies`, `steps`); `Seating` and `Training` carry it out. One thread; `request_stop`
 alone may be called from elsewhere (a signal handler).
 """
@@ -65,7 +65,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 5.0
 
 
 class Coordinator:
-    """Brings the workers of a run together and leads them through it.
+    """Gathers the workers of a run and leads them through it.
 
     Args:
         options: the run.
@@ -110,7 +110,7 @@ class Coordinator:
         self._heard: list[tuple[bytes, Message]] = []
         """Messages that came while the journal could not be written."""
         self._signals: deque[int] = deque()
-        """Of this process, not yet taken."""
+        """Received by this process, not handled yet."""
         self._num_signals = 0
         self._leave_by_s = math.inf
         self._handlers: Mapping[type[Message], Callable[[Seat, Any], None]] = {
@@ -184,7 +184,7 @@ class Coordinator:
             raise
 
     def _turn(self) -> None:
-        # taken before the poll: if this process was held up, signs of life wait in the socket
+        # taken before the poll: if this process was held up, heartbeats wait in the socket
         polled_s = self._ctx.clock()
         heard, self._heard = self._heard, []
         for identity, message in heard or self._ctx.server.poll(POLL_S):
@@ -267,7 +267,7 @@ class Coordinator:
             if seat in silent and not seat.is_silent:
                 self._ctx.warn(recovery.silence(run, seat, timeout_s))
             elif seat.is_silent and seat not in silent:
-                self._ctx.warn(f"{seat.name} gives signs of life again")
+                self._ctx.warn(f"{seat.name} is responding again")
             seat.is_silent = seat in silent
         lost_s = recovery.lost_after_s(self._ctx.options)
         for seat in recovery.silent(self._seats, polled_s - lost_s):
@@ -276,7 +276,7 @@ class Coordinator:
     def _wait_for_journal(self, write: Callable[[], None], failure: NotWrittenError) -> None:
         """Repeat a write that failed for want of room or a lock; the step that it belongs to is held back.
 
-        Meanwhile signals and processes are attended to, signs of life are noted, and messages are kept for later.
+        Meanwhile signals and processes are handled, heartbeats are noted, and other messages are kept for later.
 
         Raises:
             SnapshotError: it still fails after `run.give_up`.
@@ -325,7 +325,7 @@ class Coordinator:
             return
         gathering.note_data(options, run, self._seats)
         if options.start_step >= run.num_steps:
-            self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before"))
+            self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps are done"))
             return
         if not ctx.journal.is_of(options.run_id, options.config_hash):
             ctx.journal.begin(gathering.facts(options, run))
@@ -352,12 +352,12 @@ class Coordinator:
             self._go_on()
         seat.position = rejoin.step
         seat.lost_since_s = seat.spare_from_s = None
-        self._ctx.warn(f"{seat.name} goes on where it was")
+        self._ctx.warn(f"{seat.name} continues where it was")
         self._seating.bring_back()
         self._training.settle_copies()
 
     def _go_on(self) -> None:
-        """Go on where the coordinator before this one was: one of its workers lives."""
+        """Continue the previous coordinator's run: one of its workers is alive."""
         run, options = self._run, self._ctx.options
         gathering.note_facts(options, run, self._ctx.journal.facts)
         self._ctx.observer.planned(options.start_step, run.num_steps)
@@ -452,17 +452,17 @@ class Coordinator:
                 signal.SIGTERM,
             )
 
-    def _stop(self, number: int, who: str) -> None:
+    def _stop(self, number: int, receiver: str) -> None:
         """Finish the step and stop after a checkpoint; InterruptedRunError if there is no step to finish."""
         run, name = self._run, signal_name(number)
         is_first, run.stop_signal = run.stop_signal is None, run.stop_signal or number
         if run.phase not in WITH_STEPS:
             when = "while measuring" if run.phase is RunPhase.MEASURING else "before the first step"
-            raise InterruptedRunError(f"{who} got {name} {when}", number)
-        if number == signal.SIGTERM:  # after Ctrl-C a person sees the effect, and can press it again
+            raise InterruptedRunError(f"{receiver} got {name} {when}", number)
+        if number == signal.SIGTERM:  # after Ctrl-C the user sees the effect, and can press it again
             self._leave_by_s = min(self._leave_by_s, self._ctx.clock() + self._ctx.options.grace_s)
         if is_first and run.phase is RunPhase.TRAINING:
-            self._ctx.warn(f"{who} got {name}: finishing step {run.step + 1}, then a checkpoint")
+            self._ctx.warn(f"{receiver} got {name}: finishing step {run.step + 1}, then a checkpoint")
 
     def _finish_if_nothing_is_owed(self) -> None:
         """End the run in order if its last step is decided and every stage has done what is left to do."""
@@ -500,4 +500,4 @@ class Coordinator:
         try:
             journal.note(is_over=True)
         except UserError as error:
-            self._ctx.warn(f"{error}; the run has ended all the same")
+            self._ctx.warn(f"{error}; the run has ended anyway")

@@ -55,7 +55,7 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 
 def is_repeated(prepare: Prepare, before: Prepare | None) -> bool:
-    """Whether a stage says the same of the same step again, NaN included."""
+    """Whether a stage sent the same PREPARE of the same step again, NaN included."""
     return before is not None and before.step == prepare.step and repr(before) == repr(prepare)
 
 
@@ -277,8 +277,8 @@ KEPT_STEPS = 16
 class TraceCollector:
     """Collects the parts of traced steps, and brings their spans to the coordinator's clock.
 
-    A step is complete once every stage has sent all of its parts; of incomplete steps the oldest are forgotten. Parts
-    may come a step late, so those of a step that a coordinator before this one committed are dropped without an error.
+    A step is complete once every stage has sent all of its parts; the oldest incomplete steps are forgotten. Parts
+    may come a step late, so those of a step that the previous coordinator committed are dropped without an error.
 
     Args:
         names: of all stages, for messages and pictures.
@@ -295,7 +295,7 @@ class TraceCollector:
         _forget_oldest(self._times)
 
     def take(self, part: Traced, offsets: Sequence[ClockOffset | None]) -> StepTrace | None:
-        """Count a part; the whole step once it was the last one.
+        """Count a part; returns the whole step once all parts are there.
 
         Args:
             part: from the worker of its stage.

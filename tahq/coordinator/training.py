@@ -71,13 +71,13 @@ class Training:
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="tahq-publish")
         self._publishing: deque[tuple[SnapshotParts, Future[str]]] = deque()
         self._is_continued = False
-        """Whether workers may repeat what a coordinator before this one has heard."""
+        """Whether workers may repeat messages that the previous coordinator has received."""
 
     def begin(self) -> None:
         """Begin at the run's base; if the journal is of this run, go on from there.
 
         Raises:
-            SnapshotError: the checkpoint's state of the links' codecs makes no sense.
+            SnapshotError: the checkpoint's state of the links' codecs is malformed.
         """
         ctx, run, journal = self._ctx, self._run, self._ctx.journal
         for seat in copies.uncopied(ctx.options, self._seats):
@@ -120,7 +120,7 @@ class Training:
 
     @property
     def owed(self) -> str:
-        """What must still be done after the last commit, in words; empty: nothing."""
+        """The work that is left after the last commit, in words; empty: none."""
         publishing = (f"the checkpoint after step {parts.step}" for parts, _ in self._publishing)
         return " and ".join((*self._run.outstanding, *publishing))
 
@@ -195,8 +195,8 @@ class Training:
         if decided.fingerprints[seat.stage] != fingerprint(prepare) and not seat.is_inexact:
             seat.is_inexact = True
             self._ctx.warn(
-                f"{seat.name} computed step {prepare.step + 1} again, and not to the bit as before: the run goes on, "
-                "and is no longer exact"
+                f"{seat.name} recomputed step {prepare.step + 1} with a different result: the run goes on, and "
+                "is no longer bit-exact"
             )
         seat.position = prepare.step + 1
         run.reported_s = self._ctx.clock()
@@ -207,7 +207,7 @@ class Training:
         """Take the validation loss; raises RemoteProtocolError if it was not asked for."""
         if evaluated.step != self._run.evaluating:
             if self._is_continued:
-                return  # heard by the coordinator before
+                return  # the previous coordinator received it
             asked = self._run.evaluating
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step}; expected {asked}")
         if evaluated.tokens < 1:
@@ -223,7 +223,7 @@ class Training:
         self._ctx.observer.validated(ValidationRecord(evaluated.step + 1, evaluated.tokens, loss, raw_loss))
 
     def traced(self, _: Seat, part: Traced) -> None:
-        """Take a part of a traced step; raises RemoteProtocolError if it makes no sense."""
+        """Take a part of a traced step; raises RemoteProtocolError if it is malformed."""
         server = self._ctx.server
         offsets = [server.clock_offset(each.identity) if each.is_held else None for each in self._seats]
         trace = self._traces.take(part, offsets)
@@ -237,7 +237,7 @@ class Training:
         run, seats = self._run, self._seats
         if not recovery.owes_part(run, seat, part.step):
             if self._is_continued:
-                return  # heard by the coordinator before
+                return  # the previous coordinator received it
             raise RemoteProtocolError(
                 f"{seat.name} reported a checkpoint after step {part.step} that it was not asked for"
             )

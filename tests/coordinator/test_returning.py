@@ -90,7 +90,7 @@ def test_stage_that_computes_otherwise_is_named_once_and_the_run_goes_on(scene):
     scene.after(2, lambda: scene.kill(1))
     scene.one_message_a_turn()
     assert scene.run() == 0
-    assert scene.warnings().count("not to the bit as before") == 1
+    assert scene.warnings().count("recomputed step") == 1
 
 
 def test_too_many_restarts_end_the_run(scene):

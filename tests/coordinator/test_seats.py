@@ -160,12 +160,14 @@ def check_deadlines(run, table, now_s):
             assert deadline_s <= now_s + max(start.give_up_s, start.join_timeout_s)
     if table.before(SeatPhase.READY) and (run.phase is not RunPhase.JOINING or table.before(SeatPhase.GREETED)):
         with pytest.raises((UserError, PeerLostError), match="stage"):
-            recovery.check_deadlines(start, run, table, math.nextafter(max(filter(None, by_s)), math.inf), "x:1")
+            recovery.check_deadlines(
+                start, run, table, math.nextafter(max(filter(math.isfinite, by_s)), math.inf), "x:1"
+            )
 
 
 def test_neighbour_that_never_makes_its_links_ready_has_a_deadline(ready):
     run = run_in(RunPhase.TRAINING)
-    assert recovery.deadline_s(options(), run, ready, ready[1]) is None
+    assert recovery.deadline_s(options(), run, ready, ready[1]) == math.inf
     ready[1].relinking_since_s = 5.0
     assert recovery.deadline_s(options(), run, ready, ready[1]) == 105.0
 

@@ -176,9 +176,9 @@ def test_worker_that_makes_the_run_inexact_is_warned_about_but_allowed(scene):
     scene.workers(stage1={"hello": changes})
     assert scene.run() == 0
     assert scene.observer.of("warned")[:2] == [
-        "stage 1 has torch 2.6.0, stage 0 (host0, pid 100) has 2.13.0: a run is only the same to the bit with one "
+        "stage 1 has torch 2.6.0, stage 0 (host0, pid 100) has 2.13.0: a run is bit-exact only with the same "
         "version everywhere",
-        f"{STAGE_1}: the continuation is no longer exact, to the bit: device: A -> B; threads: 1 -> 2",
+        f"{STAGE_1}: the continuation is no longer bit-exact: device: A -> B; threads: 1 -> 2",
     ]
 
 
@@ -256,7 +256,7 @@ def test_worker_that_was_silent_for_a_while_goes_on(scene):
     workers = scene.workers(stage1={"silent_from_step": 1})
     scene.when(lambda: scene.clock.now_s > 1015.0, workers[1].resume)
     assert scene.run(peer_timeout_s=10.0) == 0
-    assert "gives signs of life again" in scene.warnings()
+    assert "is responding again" in scene.warnings()
     assert scene.losses() == [2.0] * 4
 
 
@@ -277,10 +277,10 @@ def test_coordinator_that_was_held_up_does_not_blame_its_workers(scene):
     [
         (say.Failed(1, "lost stage 2", 3), f"{STAGE_1}: lost stage 2"),
         (make_prepare(5, 1), f"{STAGE_1} prepared step 5 while step 1 is due"),
-        (make_prepare(1, 0), f"{STAGE_1} spoke for stage 0, which is not its own"),
+        (make_prepare(1, 0), f"{STAGE_1} sent a message for stage 0, which it does not hold"),
         (say.Bye(0), f"{STAGE_1} sent Bye, which only a coordinator sends"),
         (say.PathsMeasured(1, 1, [0.1], [1.0], [1.0]), f"{STAGE_1} sent PathsMeasured while the run was training"),
-        (make_hello(1), f"{STAGE_1} said Hello while it was ready"),
+        (make_hello(1), f"{STAGE_1} sent Hello while it was ready"),
         *(
             (say.StopRequest(1, number), f"{STAGE_1} reported signal {number}, which does not exist")
             for number in (-1, 2**64 - 1)
