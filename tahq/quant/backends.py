@@ -16,7 +16,7 @@ from tahq.errors import CodecError, ConfigError
 
 AUTO = "auto"
 _PACKAGES = {"eden": "gaussian", "wf": "gaussian"}
-"""Where a codec's backends are, if not in a package of its own name."""
+"""The package with a codec's backends, where it is not named after the codec."""
 BACKENDS = ("reference", "cpu", "triton")
 
 

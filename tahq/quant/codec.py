@@ -1,4 +1,4 @@
-"""The contract of a codec (a tensor to bytes and back), and the codecs whose layout depends on the shape alone."""
+"""The interface of a codec (a tensor to bytes and back), and the codecs whose layout depends on the shape alone."""
 
 import fcntl
 import logging
@@ -22,9 +22,9 @@ from tahq.quant.tiling import check_decodable, check_encodable
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.02
-_TELLING_S = 1.0
+_LOGGED_WAIT_S = 1.0
 """Longer waits are logged."""
-_LONGEST_S = 60.0
+_MAX_WAIT_S = 60.0
 _CACHES = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")
 _INSTALLATION = Path(__file__).resolve().parent
 
@@ -59,10 +59,10 @@ class Codec(ABC):
     def decode(
         self, buf: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, key: int = 0
     ) -> torch.Tensor:
-        """A fresh, contiguous tensor of `shape` and `dtype` on buf's device; what was not finite is NaN.
+        """A fresh, contiguous tensor of `shape` and `dtype` on buf's device, with NaN where values were not finite.
 
         Raises:
-            CodecError: a wrong length, or metadata out of range. Nothing in `buf` is trusted.
+            CodecError: a wrong length, or metadata that no encoder writes. Nothing in `buf` is trusted.
         """
 
     def has_non_finite(self, buf: torch.Tensor) -> bool:
@@ -128,13 +128,13 @@ class FramedCodec(Codec):
 
 
 @contextmanager
-def one_compiles(kernels: str, longest_s: float = _LONGEST_S) -> Iterator[None]:
-    """A context in which kernels are compiled or loaded: of several processes that need the same, one compiles.
+def one_compiles(kernels: str, longest_s: float = _MAX_WAIT_S) -> Iterator[None]:
+    """A context for compiling or loading kernels: of several processes that need the same ones, only one compiles.
 
     The first process enters at once. The others wait until it has left, then enter together and load its cache; if all
     compiled, each would slow the others. After `longest_s` a process enters anyway: the first may have been stopped,
     and compiling twice is slower, not wrong. The lock is the operating system's (flock), so a process that dies while
-    holding it releases it. Processes with other `kernels`, a name, or another cache do not wait for each other.
+    holding it releases it. Only processes with the same `kernels` (a name) and the same cache wait for each other.
     """
     cache_of = "\n".join((kernels, str(_INSTALLATION), *(os.environ.get(name, "") for name in _CACHES)))
     name = blake2b(cache_of.encode(), digest_size=8).hexdigest()
@@ -142,7 +142,7 @@ def one_compiles(kernels: str, longest_s: float = _LONGEST_S) -> Iterator[None]:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        if not _takes(lock, fcntl.LOCK_EX):
+        if not _try_lock(lock, fcntl.LOCK_EX):
             _wait(lock, kernels, longest_s)
         yield
     finally:
@@ -151,19 +151,19 @@ def one_compiles(kernels: str, longest_s: float = _LONGEST_S) -> Iterator[None]:
 
 def _wait(lock: int, kernels: str, longest_s: float) -> None:
     began_s = time.monotonic()
-    while not _takes(lock, fcntl.LOCK_SH):
+    while not _try_lock(lock, fcntl.LOCK_SH):
         if time.monotonic() - began_s >= longest_s:
             _log.warning("%s: another process has been compiling it for %.0f s; not waiting longer", kernels, longest_s)
             return
         time.sleep(_POLL_S)
     waited_s = time.monotonic() - began_s
-    if waited_s > _TELLING_S:
-        _log.info("%s: waited %.1f s for another process that has compiled it", kernels, waited_s)
+    if waited_s > _LOGGED_WAIT_S:
+        _log.info("%s: waited %.1f s for another process to compile it", kernels, waited_s)
 
 
-def _takes(lock: int, how: int) -> bool:
+def _try_lock(lock: int, mode: int) -> bool:
     try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        fcntl.flock(lock, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

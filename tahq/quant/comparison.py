@@ -4,7 +4,7 @@ Squared error alone misleads (an error that repeats on every token hurts a gradi
 out), so a report has several yardsticks: the error of the whole tensor, of its worst token, and what of it remains in
 the mean over draws of a randomised codec. Beside them stands the rate-distortion bound: the least error of any codec if
 values were independent Gaussians with the variance of their tile, the mean square of its G consecutive channels, and
-both ends knew the variances for nothing. At G = 64 and 3.8 bits it says 0.070 of GPT-2 small's boundary activations and
+both ends knew the variances at no cost. At G = 64 and 3.8 bits it says 0.070 of GPT-2 small's boundary activations and
 0.042 to 0.048 of its gradients, whose energy differs more between tokens; one variance for all says 2^−3.8 = 0.072 of
 any tensor. Codes of real values may do better where neighbours depend on each other, or channels differ (a variance per
 channel says 0.064 to 0.069 of these activations, but 0.070 to 0.072 of the gradients).
@@ -51,13 +51,13 @@ class CodecReport:
         nbytes: of the stream.
         bits_per_element: 8·nbytes/N, metadata included.
         relative_error: ‖x̂ − x‖/‖x‖, root mean square over draws.
-        gaussian_bound: the least of it at these bits, were values Gaussian (`relative_error_bound`, tiles of 64).
+        gaussian_bound: the least relative error at these bits if values were Gaussian (`relative_error_bound`).
         max_error: largest |x̂ − x| of any element in any draw, in the unit of x.
         cosine: ⟨x̂, x⟩/(‖x̂‖·‖x‖), mean over draws.
-        bias: ‖E x̂ − x‖/‖x‖ without what chance leaves in the mean of few draws: the root of
-            (‖Σe‖² − Σ‖e‖²)/(d·(d − 1)), e = x̂ − x, whose expectation is ‖E e‖², and 0 where that is
-            negative. A codec that draws nothing has its relative error here.
-        worst_token_error: largest relative error of a row of C channels in any draw; rows of zeros left out.
+        bias: ‖E x̂ − x‖/‖x‖, corrected for the small number of draws: the root of (‖Σe‖² − Σ‖e‖²)/(d·(d − 1)),
+            e = x̂ − x, whose expectation is ‖E e‖², and 0 where that is negative. For a codec without
+            randomness, the relative error.
+        worst_token_error: largest relative error of a row of C channels in any draw, except rows of zeros.
         draws: d, how many keys were tried; 1 for a codec that ignores its key.
         encode_elements_per_s: of the fastest repetition.
         decode_elements_per_s: of the fastest repetition, to the type of x.
@@ -95,8 +95,9 @@ def compare(
     Args:
         x: [..., C], fp32, bf16 or fp16, finite and not all zero; the device it lies on does the work.
         specs: in the order of the reports.
-        draws: keys for a codec that looks at its key, 2 or more.
-        backend: as `get_codec` takes it, and `threads`, too.
+        draws: number of keys for a codec that uses its key, 2 or more.
+        backend: as in `get_codec`.
+        threads: as in `get_codec`.
         repeats: how often encoding and decoding are timed; the first call of each codec is not.
         seed: of the keys.
         clock: seconds, for the timing alone.
@@ -115,9 +116,10 @@ def check_comparable(x: torch.Tensor) -> None:
     """Refuse a tensor that no error can be measured on: empty, all zero, not finite, or of another type."""
     check_encodable(x)
     if not x.numel() or not x.any():
-        raise CodecError(f"codecs are compared on a tensor with values; got shape {list(x.shape)}, nothing but zeros")
+        got = "all zeros" if x.numel() else "no elements"
+        raise CodecError(f"comparing codecs needs a tensor with nonzero values; got shape {list(x.shape)}, {got}")
     if num_bad := int((~x.isfinite()).sum()):
-        raise CodecError(f"codecs are compared on finite values; {num_bad} of {x.numel()} are NaN or infinite")
+        raise CodecError(f"comparing codecs needs finite values; {num_bad} of {x.numel()} are NaN or infinite")
 
 
 def _report(
@@ -179,12 +181,12 @@ def _fastest_s(
 
 
 def relative_error_bound(x: torch.Tensor, bits: float, group: int = 64) -> float:
-    """The bound as a relative error ‖x̂ − x‖/‖x‖ = √(D(R)/mean x²), 0 for zeros.
+    """The rate-distortion bound as a relative error ‖x̂ − x‖/‖x‖ = √(D(R)/mean x²); 0 for zeros.
 
     Args:
         x: [..., C], finite, any floating-point type, with at least one element.
         bits: R, bits per element.
-        group: G of the tiles, as codecs take it: cut down to what divides C (`Tiling`).
+        group: G of the tiles, as for codecs: reduced to a number that divides C (`Tiling`).
 
     Raises:
         CodecError: x has no dimension.
@@ -212,6 +214,9 @@ def distortion(variances: torch.Tensor, bits: float, weights: torch.Tensor | Non
         variances: not negative, any shape.
         bits: R, mean rate in bits per component, 0 or above.
         weights: of each component in both means, the same shape; equal if left out.
+
+    Returns:
+        D, in the unit of the variances.
     """
     order = variances.flatten().double().sort(descending=True)
     weight = torch.ones_like(order.values) if weights is None else weights.flatten().double()[order.indices]

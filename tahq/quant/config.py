@@ -1,4 +1,4 @@
-"""`wire:` of cluster.yaml."""
+"""The `wire:` section of cluster.yaml: which codec packs each direction, and whether its bits follow the bandwidth."""
 
 import logging
 import math
@@ -18,25 +18,26 @@ from tahq.units import Section
 _log = logging.getLogger(__name__)
 PAPER_WORD = "paper"
 PAPER: Mapping[str, str] = MappingProxyType({"activations": "tah", "gradients": "fixed:bits=8"})
-"""What the word stands for: TAH-Quant's pair."""
+"""The codecs that `wire: paper` selects: TAH-Quant's pair, with 8-bit gradients."""
 
 
 @cache
-def _warn_of_wasted_bits(spec: EdenSpec) -> None:
-    """Once per process and spec: a configuration is read several times."""
-    _log.warning(
-        "%s wastes bits: above %d bits the error hardly falls, as the unbiased rounding of eden's 8-bit scale costs "
-        "4 %%; use fixed:bits=%d,round=stochastic, which is unbiased too, or eden:bits=%d",
-        spec,
-        EDEN_USEFUL_BITS,
-        math.ceil(spec.bits),
-        EDEN_USEFUL_BITS,
-    )
+def _warn_of_wasted_bits(spec: CodecSpec) -> None:
+    """Once per process and spec, as a configuration is read several times."""
+    if isinstance(spec, EdenSpec) and spec.bits > EDEN_USEFUL_BITS:
+        _log.warning(
+            "%s wastes bits: above %d bits the error hardly falls, as the unbiased rounding of eden's 8-bit scale "
+            "costs 4 %%; use fixed:bits=%d,round=stochastic, which is unbiased too, or eden:bits=%d",
+            spec,
+            EDEN_USEFUL_BITS,
+            math.ceil(spec.bits),
+            EDEN_USEFUL_BITS,
+        )
 
 
 @contextmanager
 def _as_value_error(prefix: str = "") -> Iterator[None]:
-    """A ValueError is what pydantic collects, so that the message gets its file and line."""
+    """Raise ConfigErrors as ValueErrors, which pydantic collects and reports with file and line."""
     try:
         yield
     except ConfigError as error:
@@ -45,7 +46,7 @@ def _as_value_error(prefix: str = "") -> Iterator[None]:
 
 def _stateless(text: str) -> str:
     with _as_value_error():
-        refuse_memory(text)
+        _warn_of_wasted_bits(refuse_memory(text))
     return text
 
 
@@ -100,11 +101,11 @@ class WireConfig(Section):
     threads: int = Field(default=1, ge=1)
     follow: FollowConfig | None = None
     replay: str | None = Field(default=None, min_length=1)
-    """metrics.jsonl of a run whose changes of codecs are made again, in place of measuring."""
+    """metrics.jsonl of an earlier run whose codec changes are repeated, instead of measuring."""
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_of_the_words(cls, value: Any) -> Any:
+    def _expand_words(cls, value: Any) -> Any:
         if value == PAPER_WORD:
             return dict(PAPER)
         if isinstance(value, str):
@@ -117,9 +118,7 @@ class WireConfig(Section):
     @classmethod
     def _known_codec(cls, text: str) -> str:
         with _as_value_error():
-            spec = CodecSpec.parse(text)
-        if isinstance(spec, EdenSpec) and spec.bits > EDEN_USEFUL_BITS:
-            _warn_of_wasted_bits(spec)
+            _warn_of_wasted_bits(CodecSpec.parse(text))
         return text
 
     @field_validator("gradients")
@@ -128,7 +127,7 @@ class WireConfig(Section):
         spec = CodecSpec.parse(text)
         if isinstance(spec, AqsgdSpec) and spec.has_cache:
             raise ValueError(
-                f"AQ-SGD remembers activations, not gradients; got {text!r}: take fixed:bits=8 as its authors do, or "
+                f"AQ-SGD remembers activations, not gradients; got {text!r}: use fixed:bits=8 as its authors do, or "
                 f"aqsgd:bits={spec.bits},cache=none for its quantiser alone"
             )
         return text
@@ -137,7 +136,7 @@ class WireConfig(Section):
     def _is_on_its_ladders(self) -> Self:
         if self.follow is None:
             if self.replay is not None:
-                raise ValueError("wire.replay changes codecs as wire.follow would; give wire.follow its ladders too")
+                raise ValueError("wire.replay repeats changes on the ladders of wire.follow: set wire.follow too")
             return self
         for name, spec in self.specs().items():
             rungs = _stateless_ladder(name, spec, getattr(self.follow, name))
@@ -149,7 +148,7 @@ class WireConfig(Section):
         return self
 
     def resolved(self) -> "WireConfig":
-        """The same with all parameters of its codecs, and all rungs, written out."""
+        """A copy with all parameters of the codecs, and all rungs, written out."""
         changed: dict[str, Any] = {name: str(CodecSpec.parse(spec)) for name, spec in self.specs().items()}
         if self.follow is not None:
             changed["follow"] = self.follow.model_copy(update=self.rungs())
@@ -168,6 +167,6 @@ class WireConfig(Section):
 
 
 def _stateless_ladder(name: str, spec: str, rungs: list[str] | None) -> list[str]:
-    """Rungs as given, or those around `spec`; ValueError if it is a codec that cannot change."""
+    """The given rungs, or those around `spec`; ValueError if that codec cannot change during a run."""
     with _as_value_error(f"wire.{name}: "):
         return default_ladder(spec) if rungs is None else [str(CodecSpec.parse(rung)) for rung in rungs]

@@ -1,6 +1,6 @@
 """Inspect a stream: the fields of its header, the places of its sections, totals over its metadata.
 
-A stream does not say which codec wrote it or its shape; without these, only `header_guesses` can help.
+A stream says neither which codec wrote it nor its shape; without these, only `header_guesses` can help.
 Everything here works for every codec that has a `Description`.
 """
 
@@ -36,7 +36,7 @@ class HeaderField:
 
 @dataclass(frozen=True, slots=True)
 class SectionRow:
-    """One section of a stream, in bytes from its start; `filling` are the zeros behind it."""
+    """One section of a stream, in bytes from its start, and the number of zeros (`filling`) behind it."""
 
     name: str
     offset: int
@@ -57,7 +57,7 @@ def header_guesses(buf: torch.Tensor) -> dict[str, tuple[HeaderField, ...]]:
 
 
 def header_fields(spec: CodecSpec, buf: torch.Tensor) -> tuple[HeaderField, ...]:
-    """The header's bytes under their names, valid or not; empty for a codec without one."""
+    """The named bytes of the header, valid or not; empty for a codec without a header."""
     description = _DESCRIPTIONS[spec.name]
     if description.header and buf.numel() < HEADER_NBYTES:
         raise CodecError(f"{spec}: a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")
@@ -83,17 +83,17 @@ def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> t
 
 
 def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key: int = 0) -> Statistics:
-    """Totals over a stream's metadata, and the range of its decoded values; CodecError for what the decoder refuses.
+    """Totals over a stream's metadata, and the range of its decoded values; CodecError if the decoder refuses it.
 
-    Streams of a stateful codec cannot be decoded without its memory: for these only metadata. With another key than the
-    encoder's, the values of a randomised codec are wrong.
+    Streams of a stateful codec cannot be decoded without its memory, so only their metadata is summarised. The values
+    of a randomised codec are wrong unless `key` is the encoder's.
     """
     description, codec = _DESCRIPTIONS[spec.name], get_codec(spec, backend="reference")
     accepted = accept(buf, description.sections(spec, shape, buf).nbytes, spec)
-    said = description.statistics(spec, shape, accepted)
+    totals = description.statistics(spec, shape, accepted)
     values = {} if codec.is_stateful else _range(codec.decode(accepted, shape, key=key))
     num_elements = math.prod(shape)
-    return {"bits per element": 8 * buf.numel() / num_elements if num_elements else 0.0, **said, **values}
+    return {"bits per element": 8 * buf.numel() / num_elements if num_elements else 0.0, **totals, **values}
 
 
 def hex_rows(buf: torch.Tensor, rows: Sequence[SectionRow], limit: int) -> Iterator[str]:

@@ -32,8 +32,8 @@ class Ladder:
 def default_ladder(text: str) -> list[str]:
     """The rungs around a codec, it among them, canonical.
 
-    `wf` and `eden`: a bit less and a bit more. `fixed`: two bits less and two more. `tah`: shares of tiles with
-    `high` bits from none to all. `raw`: 16 bits and 32. `aqsgd` without a cache: a bit less and a bit more.
+    `wf`, `eden`, and `aqsgd` without a cache: one bit less and one more. `fixed`: two bits less and two more.
+    `tah`: `high` bits for shares of the tiles from 0 to 1. `raw`: 16 bits and 32.
 
     Raises:
         ConfigError: an unknown codec, or one that remembers samples.
@@ -47,7 +47,7 @@ def refuse_memory(text: str) -> CodecSpec:
     spec = CodecSpec.parse(text)
     if isinstance(spec, AqsgdSpec) and spec.has_cache:
         raise ConfigError(
-            f"{text!r} remembers the samples that it has sent and cannot be changed from step to step; take "
+            f"{text!r} remembers the samples that it has sent and cannot be changed from step to step; use "
             "another codec, or aqsgd with cache=none"
         )
     return spec
@@ -61,13 +61,13 @@ def ladder_for(specs: Sequence[str], shape: Sequence[int]) -> Ladder:
         shape: [B, S, C] of what crosses a cut.
 
     Raises:
-        ConfigError: a rung does not go with the shape, or is not longer than the one below it.
+        ConfigError: a rung does not fit the shape, or its frames are not longer than those of the rung below.
     """
     canonical = tuple(str(refuse_memory(spec)) for spec in specs)
     try:
         nbytes = tuple(get_codec(spec).encoded_nbytes(shape) for spec in canonical)
     except CodecError as error:
-        raise ConfigError(f"a rung does not go with tensors of shape {list(shape)}: {error}") from error
+        raise ConfigError(f"a rung does not fit tensors of shape {list(shape)}: {error}") from error
     for (lower, less), (upper, more) in pairwise(zip(canonical, nbytes, strict=True)):
         if less >= more:
             raise ConfigError(

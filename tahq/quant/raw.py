@@ -44,7 +44,7 @@ class RawCodec(Codec):
         return values.to(dtype, copy=True).view(check_shape(shape))
 
     def has_non_finite(self, buf: torch.Tensor) -> bool:
-        """Looks at every value, since there is no header to carry a flag."""
+        """Check every value, since there is no header with a flag."""
         if buf.numel() % self._dtype.itemsize:
             raise CodecError(f"{self.spec}: got {buf.numel()} bytes, expected a multiple of {self._dtype.itemsize}")
         values = accept(buf, buf.numel(), self.spec).view(self._dtype)

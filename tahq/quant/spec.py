@@ -1,7 +1,7 @@
 """Codec specs as users write them, ``name:key=value,…``: typed values with one canonical text.
 
 Invariants: a spec that exists is valid; `CodecSpec.parse(str(spec)) == spec`; two texts that mean the
-same codec parse to equal specs, whatever was left to its default and in whatever order it was given.
+same codec parse to equal specs, whatever their order and whichever defaults they leave out.
 Nothing here needs torch.
 """
 
@@ -20,7 +20,7 @@ from tahq.errors import ConfigError
 MIN_GROUP = 8
 MAX_GROUP = 256
 EDEN_USEFUL_BITS = 5
-"""Further bits of `eden` reduce its error little: the unbiased rounding of its 8-bit scale costs 4 %."""
+"""More bits hardly reduce the error of `eden`: the unbiased rounding of its 8-bit scale costs 4 %."""
 _ALLOCATION_TILES = "group, token, or a number of channels that is a multiple of 8"
 
 
@@ -30,7 +30,7 @@ class CodecSpec:
 
     name: ClassVar[str] = ""
     optional: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that the canonical text leaves out at their default, as texts older than them do."""
+    """Parameters that the canonical text leaves out at their default: texts older than the parameter stay canonical."""
 
     @staticmethod
     def parse(text: str) -> "CodecSpec":
@@ -46,21 +46,21 @@ class CodecSpec:
         return spec(**_parameters(text, spec, rest.split(",") if colon else []))
 
     def __str__(self) -> str:
-        """All parameters, but for those of `optional` that have their default."""
+        """All parameters, except those in `optional` at their default."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self) if field.name in self.optional}
-        said = (f"{key}={_write(value)}" for key, value in values.items() if defaults.get(key) != value)
-        return f"{self.name}:{','.join(said)}"
+        written = (f"{key}={_write(value)}" for key, value in values.items() if defaults.get(key) != value)
+        return f"{self.name}:{','.join(written)}"
 
     def parameters(self) -> dict[str, str]:
         """Every parameter as it is written in a spec, by name, defaults included."""
         return {field.name: _write(getattr(self, field.name)) for field in fields(self)}
 
     def brief(self) -> str:
-        """The shortest text that reads back as this spec: its name, and what differs from the defaults."""
+        """The shortest text that reads back as this spec: its name, and parameters that differ from the defaults."""
         usual = type(self)().parameters()
-        said = ",".join(f"{key}={value}" for key, value in self.parameters().items() if value != usual[key])
-        return f"{self.name}:{said}" if said else self.name
+        changed = ",".join(f"{key}={value}" for key, value in self.parameters().items() if value != usual[key])
+        return f"{self.name}:{changed}" if changed else self.name
 
     def _require(self, holds: bool, parameter: str, expected: str) -> None:
         if not holds:
@@ -74,7 +74,7 @@ class CodecSpec:
 
 @dataclass(frozen=True, slots=True)
 class RawSpec(CodecSpec):
-    """Values as they are, in another floating-point type at most."""
+    """The values themselves, in fp32 or rounded to a narrower floating-point type."""
 
     name: ClassVar[str] = "raw"
     dtype: str = "fp32"
@@ -85,7 +85,7 @@ class RawSpec(CodecSpec):
 
 @dataclass(frozen=True, slots=True)
 class FixedSpec(CodecSpec):
-    """Fixed point: `bits` an element and one fp16 scale for every `group` channels."""
+    """Fixed point: `bits` per element and one fp16 scale for every `group` channels."""
 
     name: ClassVar[str] = "fixed"
     bits: int = 8
@@ -136,10 +136,10 @@ class TahSpec(CodecSpec):
 
 @dataclass(frozen=True, slots=True)
 class AqsgdSpec(CodecSpec):
-    """AQ-SGD: fp16 at a sample's first visit, then `bits` an element for what has changed since the last.
+    """AQ-SGD: fp16 at a sample's first visit, then `bits` per element for the change since the last visit.
 
-    `cache` says where each end remembers what it last sent or got of every sample: in `memory`, in a `file` that is
-    mapped into it, or not at all (`none`: the quantiser alone, every time).
+    `cache` says where each end remembers every sample as last sent or received: in `memory`, in a memory-mapped
+    `file`, or not at all (`none`: the quantiser alone, every time).
     """
 
     name: ClassVar[str] = "aqsgd"
@@ -158,7 +158,7 @@ class AqsgdSpec(CodecSpec):
 
 @dataclass(frozen=True, slots=True)
 class EdenSpec(CodecSpec):
-    """Randomised Hadamard transform, Gaussian-optimal levels, unbiased: `bits` a value on average, for gradients."""
+    """Randomised Hadamard transform, Gaussian-optimal levels, unbiased: `bits` per value on average, for gradients."""
 
     name: ClassVar[str] = "eden"
     bits: Fraction = Fraction(3)
@@ -171,9 +171,9 @@ class EdenSpec(CodecSpec):
 
 @dataclass(frozen=True, slots=True)
 class WfSpec(CodecSpec):
-    """Water-filling: Hadamard transform, `bits` a value on average given where they take away most error of a token.
+    """Water-filling: Hadamard transform, `bits` per value on average, allocated where they reduce a token's error most.
 
-    With `center` on, each channel's mean over the tensor travels apart, and what is coded is the difference to it.
+    With `center` on, each channel's mean over the tensor is sent separately, and the differences to it are coded.
     """
 
     name: ClassVar[str] = "wf"
@@ -209,7 +209,7 @@ def _parameters(text: str, spec: type[CodecSpec], items: list[str]) -> dict[str,
 
 def _nearest(name: str, known: list[str]) -> str:
     close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
 
 
 def _read(text: str, key: str, value: str, wanted: object) -> object:

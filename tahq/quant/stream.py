@@ -1,10 +1,10 @@
-"""What all framed streams share: a header of 16 bytes, then sections that start at multiples of 16.
+"""The common part of all framed streams: a header of 16 bytes, then sections that start at multiples of 16.
 
 `Sections` are computed from the shape alone, so both ends know every offset beforehand. Reading trusts
 nothing: the buffer's length is compared before a byte is looked at, then the header, then the padding
 behind every section, which must be zeros. Multi-byte numbers are little-endian.
 
-Beside each codec stands a `Description` of its streams, so that one tool can show those of all codecs.
+Each codec has a `Description` of its streams, from which `tahq codec inspect` shows them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ class Layout:
     """
 
     min_exponent: ClassVar[int] = TOP_EXPONENT - 127
-    """e of the largest fp32 numbers."""
+    """The e of tensors with the largest fp32 numbers."""
 
     spec: CodecSpec
     tiling: Tiling
@@ -127,7 +127,7 @@ def accept(buf: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:
 
 
 def read_header(buf: torch.Tensor, expected: Sequence[tuple[str, int]], codec: object) -> tuple[bool, int]:
-    """Check a header [version, flags, …, e, 0 …] and return what varies: the non-finite flag and e.
+    """Check a header [version, flags, …, e, 0 …] and return its variable part: the non-finite flag and e.
 
     `expected` are the bytes before e, with their names; `flags` may have bit 0 set. CodecError for any that differs.
     """

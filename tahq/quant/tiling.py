@@ -18,9 +18,9 @@ from tahq.quant.spec import MIN_GROUP
 
 ENCODABLE = (torch.float32, torch.bfloat16, torch.float16)
 TOP_EXPONENT = 10
-"""What is coded has its largest magnitude in [2^10, 2^11): times √256 it is below fp16's 65,504."""
+"""A scaled tensor has its largest magnitude in [2^10, 2^11): times √256 it is below fp16's 65,504."""
 MAX_EXPONENT = 127
-"""Of the power of two that a tensor is multiplied by; it travels as a signed byte."""
+"""The largest e of the factor 2^e that a tensor is multiplied by; e is sent as a signed byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Tiling:
         return self.tiles_per_token * self.group - self.channels
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """Contiguous tiles [B, S, M, G] of x in fp32; they may share x's memory, so they are not to be written."""
+        """Contiguous tiles [B, S, M, G] of x in fp32; do not write to them, as they may share x's memory."""
         tokens = x.reshape(self.num_samples, self.tokens_per_sample, self.channels).contiguous().to(torch.float32)
         padded = functional.pad(tokens, (0, self.padding)) if self.padding else tokens
         return padded.reshape(self.num_samples, self.tokens_per_sample, self.tiles_per_token, self.group)

@@ -140,7 +140,9 @@ def test_every_byte_is_written_without_waiting_or_compiling_again(spec, dtype, s
     check_no_wait_and_no_compiler(codec, x, monkeypatch)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (1, 1, 8), (9, 3, 128), (2, 300, 1600), (70, 2, 64), (5,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (1, 1, 8), (9, 3, 128), (2, 300, 1600), (1, 1200, 128), (70, 2, 64), (5,)], ids=str
+)
 @pytest.mark.parametrize("spec", ["tah", "eden", "wf"])
 def test_other_shapes_of_the_same_kernels(spec, shape):
     check(spec, tensors(BF16, shape)["spiky"])

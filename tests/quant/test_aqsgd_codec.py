@@ -80,12 +80,13 @@ class Model:
     visits=st.lists(st.lists(st.integers(0, NUM_SAMPLES - 1), min_size=1, max_size=5), min_size=1, max_size=12),
     bits=st.integers(2, 8),
     cache=st.sampled_from(["memory", "file"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_any_order_of_visits_gives_what_the_definition_says_at_both_ends(visits, bits, cache):
+def test_any_order_of_visits_gives_what_the_definition_says_at_both_ends(visits, bits, cache, dtype):
     cut, model = Cut(f"aqsgd:bits={bits},cache={cache}"), Model(bits)
     for step, ids in enumerate(visits):
-        x = micro_batch(ids, step)
-        assert torch.equal(cut.send(x, ids), model.visit(x, ids).float())
+        x = micro_batch(ids, step).to(dtype)
+        assert torch.equal(cut.send(x, ids), model.visit(x.float(), ids).to(dtype))
     cut.assert_agreed()
     assert {i: cut.remembered(i).tolist() for i in model.memory} == {i: m.tolist() for i, m in model.memory.items()}
 

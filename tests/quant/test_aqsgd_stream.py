@@ -94,6 +94,12 @@ def test_a_stream_that_is_too_short_is_refused_before_samples_are_counted_out(sp
         codec.decode(buf, shape)
 
 
+@pytest.mark.parametrize("spec", ["aqsgd", "aqsgd:cache=none"])
+def test_many_samples_without_elements_take_no_memory(spec):
+    codec, shape = get_codec(spec), (10**12, 0)
+    assert codec.decode(codec.encode(torch.empty(shape)), shape).shape == shape
+
+
 @pytest.mark.parametrize("ids", [IDS, None], ids=["samples", "anonymous"])
 def test_mutated_streams_are_refused_or_decoded_and_poison_nothing(ids):
     receiver, original = ends()

@@ -40,6 +40,10 @@ def test_deterministic_codec_is_measured_once_and_exactly():
     assert got.gaussian_bound == relative_error_bound(x, got.bits_per_element)
 
 
+def test_stateful_codec_remembers_nothing_of_a_comparison():
+    assert report(gaussian(2, 64), "aqsgd").bits_per_element > 16  # a first visit, in every repetition
+
+
 def test_unbiased_codec_has_an_error_and_no_bias():
     """32 draws: the estimate of bias² spreads by about error²·√2/(32·√N), N = 25,600; its root stays below error/50."""
     x = gaussian(4, 64, 100)
@@ -89,8 +93,8 @@ def test_usual_specs_are_measured_in_order():
 @pytest.mark.parametrize(
     ("x", "part"),
     [
-        (torch.zeros(2, 64), "nothing but zeros"),
-        (torch.empty(0, 64), "with values"),
+        (torch.zeros(2, 64), "all zeros"),
+        (torch.empty(0, 64), "no elements"),
         (torch.tensor([[1.0, math.nan, math.inf]]), "2 of 3"),
         (torch.ones(2, 2, dtype=torch.float64), "a codec takes"),
     ],

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from tahq.quant import bit_planes
 from tahq.quant.cpu.hadamard import hadamard
-from tahq.quant.cpu.kernel import MIN_ELEMENTS_A_THREAD, Team, split
+from tahq.quant.cpu.kernel import MIN_ELEMENTS_PER_THREAD, Team, split
 from tahq.quant.cpu.levels import (
     ScaledLevels,
     find_index,
@@ -160,7 +160,7 @@ def test_ranges_cover_everything_once_and_start_at_multiples(count, parts, multi
 
 
 def test_team_returns_results_in_order_and_passes_errors_on():
-    with Team(3, 3 * MIN_ELEMENTS_A_THREAD) as team:
+    with Team(3, 3 * MIN_ELEMENTS_PER_THREAD) as team:
         assert team.share(9, lambda first, stop: (first, stop)) == [(0, 3), (3, 6), (6, 9)]
         with pytest.raises(ZeroDivisionError):
             team.share(9, lambda first, stop: 1 // (first - 6))

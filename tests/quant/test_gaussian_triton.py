@@ -12,6 +12,7 @@ from support.tile_agreement import check, check_allocation, gaussians, layout_of
 from tahq.errors import CodecError
 from tahq.quant import bit_planes, get_codec
 from tahq.quant.gaussian import bit_allocation, tile_stream
+from tahq.quant.tiling import Tiling
 
 pytestmark = in_interpreter
 CPU = torch.device("cpu")
@@ -84,6 +85,12 @@ def test_parts_of_the_tokens_do_not_show(wf_triton, monkeypatch, limits):
     for name, limit in limits.items():
         monkeypatch.setattr(wf_triton, name, limit)
     assert check("wf:group=32,bits=2", gaussians((3, 9, 96), 3) + 2, KEY, *FP32).same_bytes
+
+
+def test_more_parts_than_are_added_at_once(wf_triton, monkeypatch):
+    monkeypatch.setattr(wf_triton, "ELEMENTS_PER_BLOCK", 256)
+    assert wf_triton.Columns.of(Tiling.of((20, 256), 256)).num_parts == 20
+    assert check("wf:group=256,bits=2", gaussians((20, 256), 4) - 1, KEY, *FP32).same_bytes
 
 
 def test_means_are_never_minus_zero_and_a_token_may_have_more_tiles_than_are_summed_at_once():

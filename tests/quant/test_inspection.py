@@ -127,6 +127,13 @@ def test_damaged_stream_is_refused(text):
             header_fields(parsed, buf[:15])
 
 
+def test_values_of_a_randomised_codec_need_its_key():
+    codec, x = get_codec("eden:bits=8,group=64", backend="reference"), gaussian((8, 64)) + 10
+    buf = codec.encode(x, key=2**64 - 1)
+    smallest = [statistics(codec.spec, x.shape, buf, key=key)["smallest value"] for key in (2**64 - 1, 1)]
+    assert smallest[0] > 5 > smallest[1]
+
+
 def test_hex_rows_stop_at_the_limit():
     buf = torch.arange(40, dtype=torch.uint8)
     assert list(hex_rows(buf, (), 17)) == ["00  " + bytes(range(16)).hex(" "), "10  10"]

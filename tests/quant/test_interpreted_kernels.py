@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 GALORE_AND_COAT = "../memory/test_affine_triton.py ../memory/test_fp8_adamw_triton.py ../memory/test_fp8_flow_triton.py"
-SHARED = ("test_codecs_triton.py", "../memory/test_adamw_triton.py", GALORE_AND_COAT)
+SHARED = ("test_codecs_triton.py", GALORE_AND_COAT)
 """Files of which a part is quick."""
 CASES = [
-    *((file, "not acceptance") for file in SHARED),
+    *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py")),
     *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
     pytest.param("test_tah_triton.py", "", marks=pytest.mark.acceptance),
     pytest.param("test_gaussian_triton.py", "", marks=pytest.mark.acceptance),

@@ -44,7 +44,7 @@ def test_spec_parses_and_prints(text, spec, canonical):
     ("text", "message"),
     [
         ("taah", "no codec 'taah'; did you mean tah?"),
-        ("", "no codec ''; there are raw, fixed, tah"),
+        ("", "no codec ''; known: raw, fixed, tah"),
         ("tah:", "'' is not key=value"),
         ("tah:group", "'group' is not key=value"),
         ("tah:grup=64", "no parameter 'grup'; did you mean group?"),

@@ -1,12 +1,12 @@
 """`aqsgd`: the activation compression of AQ-SGD, as a codec that remembers every sample at both ends of a cut.
 
 At a sample's first visit its values are sent in fp16; later the change since the last visit, in `bits` bits. Whether a
-visit is the first is decided sample by sample: a run from the beginning so has a warm-up epoch without compression, and
-a sample that is new or forgotten in the middle of a run needs no special epoch.
+visit is the first is decided sample by sample: a run thus begins with a warm-up epoch without compression, and a sample
+that is new or forgotten in the middle of a run needs no special epoch.
 
 Rules, which both ends follow:
-- every sample of a micro-batch is taken relative to what was remembered *before* it; if one occurs twice in it, the
-  last occurrence is remembered (the one scale of a micro-batch is not known before all changes are);
+- every sample of a micro-batch is coded relative to what was remembered *before* it; if a sample occurs twice, the last
+  occurrence is remembered (the scale of a micro-batch is known only once all changes are);
 - a sample with NaN or infinity is not remembered: the old value stays, and its visit does not count;
 - without sample ids (evaluation) samples are sent whole, as at a first visit, and not remembered;
 - `cache=none` remembers nothing and sends Q(x) every time, whatever the ids: the paper's control.
@@ -46,9 +46,9 @@ def in_memory(num_values: int) -> torch.Tensor:
 
 
 def mapped_file(folder: Path, num_values: int) -> torch.Tensor:
-    """A block in an unnamed file in `folder`, mapped into memory, which the kernel takes back when the process ends.
+    """A block in an unnamed file in `folder`, mapped into memory; the kernel frees it however the process ends.
 
-    Its space is reserved at once, so that a full disk is an error here and not a signal at a later write.
+    Its space is reserved at once, so that a full disk raises an error here instead of a signal at a later write.
     """
     nbytes = 2 * num_values
     try:
@@ -79,27 +79,27 @@ class SampleCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is remembered: 2·S·C per sample."""
+        """Bytes remembered: 2·S·C per sample."""
         return len(self._places) * 2 * self._blocks[0][0].numel() if self._blocks else 0
 
     def records(self, sample_ids: Iterable[int]) -> tuple[Record, ...]:
-        """What is remembered of each of these samples now; reads all of it, for the checksum."""
+        """The records of these samples as remembered now; reads all of their values, for the checksums."""
         return tuple(map(self._record, sample_ids))
 
     def entries(self, sample_ids: Sequence[int]) -> torch.Tensor:
-        """A copy of what is remembered of these samples, all of which are: fp16 [N, S, C]."""
+        """A copy of the remembered values of these samples, all of them known: fp16 [N, S, C]."""
         return torch.stack([self._entry(self._places[sample_id]) for sample_id in sample_ids])
 
     def check_shape(self, shape: tuple[int, int]) -> None:
-        """Refuse tensors of another shape than those that are remembered."""
+        """Refuse samples whose shape [S, C] is not that of the remembered ones."""
         if self._blocks and self._blocks[0].shape[1:] != shape:
             raise CodecError(
                 f"aqsgd remembers samples of shape {list(self._blocks[0].shape[1:])}, got one of {list(shape)}; "
-                "a stateful codec belongs to one cut: make one for each"
+                "a stateful codec belongs to one cut: make one per cut"
             )
 
     def store(self, sample_id: int, entry: torch.Tensor) -> None:
-        """Remember fp16 [S, C] of a sample, in place of what was; one more visit."""
+        """Remember fp16 [S, C] as the new value of a sample, and count a visit."""
         place = self._places.get(sample_id)
         if place is None:
             place = self._places[sample_id] = len(self._places)
@@ -111,7 +111,7 @@ class SampleCache:
         self._visits[place] += 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of it: `ids` and `visits`, int64 [N] in the order of places, and `entries/00000`, … fp16 [≤ E, S, C].
+        """The state: `ids` and `visits`, int64 [N] in the order of places, and `entries/00000`, … fp16 [≤ E, S, C].
 
         The entries are views: they change with the next `store`.
         """
@@ -125,7 +125,7 @@ class SampleCache:
         return {IDS: torch.tensor(list(self._places)), VISITS: torch.tensor(self._visits), **filled}
 
     def load(self, names: Iterable[str], read: Callable[[str], torch.Tensor], shape: tuple[int, ...]) -> None:
-        """Replace all that is remembered by the `tensors` of another cache, of which `read` returns one by its name.
+        """Replace the state by the `tensors` of another cache; `read` returns one by its name.
 
         Entries of another shape than [S, C] are dropped. SnapshotError if the tensors do not belong together.
         """
@@ -139,8 +139,8 @@ class SampleCache:
             self.store(sample_id, entry)
         if not len(ids) == len(visits) == len(self._places) or next(entries, None) is not None:
             raise SnapshotError(
-                f"the state of aqsgd says {len(ids)} samples and {len(visits)} counts of visits, and has other than "
-                f"{len(ids)} entries; resume from another checkpoint"
+                f"aqsgd's state has {len(ids)} sample ids and {len(visits)} visit counts, and these or its entries "
+                "differ in number; resume from another checkpoint"
             )
         self._visits = visits
 
@@ -185,13 +185,13 @@ class AqsgdCodec(Codec):
         Args:
             x: [B, …, C].
             key: ignored.
-            sample_ids: B numbers from 0; None: the samples have no ids, and nothing is remembered.
+            sample_ids: B numbers from 0 to 2^63 − 1; None: the samples have no ids, and nothing is remembered.
 
         Raises:
             CodecError: x is not fp32, bf16 or fp16, has no dimension, or the number of ids is not B.
         """
         check_encodable(x)
-        records, layout = self._prepared(self._sent, x.shape, sample_ids)
+        records, layout = self._records_and_layout(self._sent, x.shape, sample_ids)
         if layout.is_empty:
             return aqsgd_stream.new_stream(layout, 0, x.device)
         memory, bits = _memory(self._sent, layout, records, x.device), self.spec.bits
@@ -216,7 +216,7 @@ class AqsgdCodec(Codec):
         """
         check_decodable(dtype)
         aqsgd_stream.check_length(self.spec, shape, buf)
-        records, layout = self._prepared(self._received, shape, sample_ids)
+        records, layout = self._records_and_layout(self._received, shape, sample_ids)
         if layout.is_empty:
             if aqsgd_stream.check_header(self.spec, accept(buf, layout.sections.nbytes, self.spec)):
                 raise CodecError(f"{self.spec}: damaged stream: a tensor without elements is flagged as not finite")
@@ -233,7 +233,7 @@ class AqsgdCodec(Codec):
         return values.masked_fill_(parts.marks.unsqueeze(-1), torch.nan).to(dtype).view(layout.shape)
 
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Does nothing: there is no kernel to compile."""
+        """Do nothing: there is no kernel to compile."""
 
     @property
     def state_nbytes(self) -> int:
@@ -265,7 +265,7 @@ class AqsgdCodec(Codec):
     def load_state(
         self, names: Iterable[str], read: Callable[[str], torch.Tensor], sample_shape: Sequence[int]
     ) -> bool:
-        """Replace the memory by the `state_tensors` of another object; returns whether there was anything to remember.
+        """Replace the memory by the `state_tensors` of another object; returns whether anything is remembered now.
 
         Args:
             names: of all tensors.
@@ -289,17 +289,19 @@ class AqsgdCodec(Codec):
         make = partial(mapped_file, self._folder) if self.spec.cache == "file" else in_memory
         return make(num_values)
 
-    def _prepared(
+    def _records_and_layout(
         self, end: SampleCache, shape: Sequence[int], sample_ids: Sequence[int] | None
     ) -> tuple[tuple[Record, ...], AqsgdLayout]:
-        """What an end remembers of each sample before this micro-batch, and the layout that follows from it."""
+        """The records of an end before this micro-batch, and the layout of the stream that follows from them."""
         samples, tokens, channels = aqsgd_stream.grid(check_shape(shape))
         if sample_ids is None or not self.spec.has_cache:
             records = (Record(),) * (0 if 0 in shape else samples)
         else:
             ids = [int(number) for number in sample_ids]
             if len(ids) != samples or not all(0 <= number < 2**63 for number in ids):
-                raise CodecError(f"{self.spec}: {samples} samples need as many sample ids, from 0 to 2^63; got {ids}")
+                raise CodecError(
+                    f"{self.spec}: {samples} samples need as many sample ids, from 0 to 2^63 − 1; got {ids}"
+                )
             end.check_shape((tokens, channels))
             records = end.records(ids)
         is_whole = [self.spec.has_cache and record.visits == 0 for record in records]
@@ -307,7 +309,7 @@ class AqsgdCodec(Codec):
 
 
 def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Record]) -> None:
-    """Refuse the first sample that the sender remembers differently; the error says how, and what to do."""
+    """Raise CodecError for the first sample that the sender remembers differently, with both records."""
     for theirs, mine in zip(told, known, strict=True):
         if theirs.sample_id != mine.sample_id:
             raise CodecError(
@@ -326,14 +328,14 @@ def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Rec
 def _memory(
     end: SampleCache, layout: AqsgdLayout, records: Sequence[Record], device: torch.device
 ) -> torch.Tensor | None:
-    """m of the samples that are sent as changes, fp16 [K, S, C]; None where there is none to be relative to."""
+    """m of the samples that are sent as changes, fp16 [K, S, C]; None if there are no such samples, or no cache."""
     pairs = zip(records, layout.is_whole, strict=True)
     changed = [record.sample_id for record, is_whole in pairs if not is_whole]
     return end.entries(changed).to(device) if changed and layout.spec.has_cache else None
 
 
 def _remember(end: SampleCache, records: Sequence[Record], parts: AqsgdParts, restored: torch.Tensor) -> None:
-    """Store every sample that is finite, in order: of one that occurs twice the last stays."""
+    """Store every finite sample, in order, so that the last of several occurrences stays."""
     is_marked = parts.marks.any(dim=1).tolist()
     for record, entry, marked in zip(records, restored.cpu(), is_marked, strict=True):
         if not marked:

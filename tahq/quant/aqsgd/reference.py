@@ -1,9 +1,9 @@
 """AQ-SGD's arithmetic in plain torch: the change of a sample's activation, one scale per channel, symmetric codes.
 
-Both ends remember m, the activation that was last sent for a sample, and move it alike: m ← fp16(m + Q(x − m)).
+Both ends remember m, the activation last sent for a sample, and update it alike: m ← fp16(m + Q(x − m)).
 The quantiser is that of the authors' code: s is a channel's largest magnitude over the micro-batch, in fp16;
-q = round(δ/(s + 10^−6)·2^(b−1)), kept in −2^(b−1) … 2^(b−1) − 1; Q = q/2^(b−1)·s. So the largest positive
-change always clips, by one code, and changes far below 10^−6 are lost: there is no power of two here.
+q = round(δ/(s + 10^−6)·2^(b−1)), clamped to −2^(b−1) … 2^(b−1) − 1; Q = q/2^(b−1)·s. So the largest positive
+change always clips, by one code, and changes far below 10^−6 are lost: no power of two scales the tensor here.
 
 Deviations, where the authors' code gives infinities or lets the two ends drift apart:
 - s and m are kept within ±65,504, so that nothing finite becomes infinite;
@@ -57,7 +57,7 @@ def encode_samples(x: torch.Tensor, is_whole: Sequence[bool], memory: torch.Tens
 
 
 def decode_samples(parts: AqsgdParts, is_whole: Sequence[bool], memory: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """What both ends have of all samples afterwards, [B, S, C]: fp16, or fp32 of changes without a memory."""
+    """The values of all samples as both ends have them afterwards, [B, S, C]: fp16, or fp32 if `memory` is not used."""
     if not parts.codes.numel():
         return parts.values
     change = dequantize(parts.scale, parts.codes, bits)
@@ -73,14 +73,14 @@ def _rows(is_whole: Sequence[bool], wanted: bool) -> list[int]:
 
 
 def _take(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of x; all or none of them without an index, which would be a copy that waits for the device."""
+    """Some rows of x. All rows, or no rows, are taken without an index, whose copy would wait for the device."""
     if len(rows) in (0, len(x)):
         return x[: len(rows)]
     return x[torch.tensor(rows, device=x.device)]
 
 
 def to_fp16(x: torch.Tensor) -> torch.Tensor:
-    """fp32 to fp16, rounded to nearest even, what is finite kept finite: beyond ±65,504 it becomes ±65,504."""
+    """fp32 to fp16, rounded to nearest even; finite values beyond ±65,504 become ±65,504."""
     return x.clamp(-FP16_MAX, FP16_MAX).half()
 
 

@@ -1,9 +1,8 @@
 """Byte layout of AQ-SGD streams, version 1: `AqsgdParts` to bytes and back. docs/dev/wire-format.md has the tables.
 
 Header, a record for each sample, marks of tokens that are not finite, scales, the values of samples that are sent
-for the first time, codes of the changes of the others. How many there are of either is known to both ends
-beforehand, from what they remember; the records say it again, so that ends which disagree find out before a
-single value is believed.
+for the first time, codes of the changes of the others. Both ends know beforehand, from their memories, how many
+there are of either; the records repeat it, so that ends that disagree notice before they use any value.
 
 Shape letters: B samples, S tokens, C channels; F of the samples are sent whole, K = B − F as changes.
 """
@@ -29,9 +28,9 @@ _RECORD = struct.Struct("<QII")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What an end remembers of a sample before a micro-batch: how often it was remembered, and a CRC-32 of the values.
+    """The state of a sample at one end before a micro-batch: how often it was stored, and a CRC-32 of its values.
 
-    `sample_id` is `NO_ID` for a sample that must not be remembered. Without visits a sample is sent whole.
+    `sample_id` is `NO_ID` for a sample that must not be remembered. A sample with 0 visits is sent whole.
     """
 
     sample_id: int = NO_ID
@@ -40,13 +39,13 @@ class Record:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The sample's name in error messages."""
         return f"sample {self.sample_id}" if self.sample_id != NO_ID else "a sample without an id"
 
 
 @dataclass(frozen=True, slots=True)
 class AqsgdLayout:
-    """Where everything lies, given which samples are sent whole; `is_whole` is empty for a tensor without elements."""
+    """The layout of a stream, given which samples are sent whole; `is_whole` is empty for a tensor without elements."""
 
     spec: AqsgdSpec
     shape: tuple[int, ...]
@@ -96,7 +95,7 @@ def max_nbytes(spec: AqsgdSpec, shape: Sequence[int]) -> int:
 
 
 def check_length(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> None:
-    """Refuse a stream that cannot have this shape, before anything is allocated for each of its samples."""
+    """Refuse a stream whose length does not fit the shape, before anything is allocated per sample."""
     checked = check_shape(shape)
     longest = max_nbytes(spec, checked)
     least = sections_of(spec, checked, num_whole=0).by_name["records"].end if spec.has_cache else longest

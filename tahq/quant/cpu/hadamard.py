@@ -1,9 +1,9 @@
-"""The Hadamard transform of one tile, equal to `tah.reference.hadamard` to the bit, in as few passes as there can be.
+"""The Hadamard transform of one tile, equal to `tiling.hadamard` to the bit, in as few passes as possible.
 
-Butterflies (a, b) → (a + b, a − b) at distances 1, 2 and 4 stay inside of eight neighbours. A compiler does not find
-the three instructions that each of them takes on a vector (exchange, change signs, add), so they are written in its own
-terms. The others come two or three rounds at a time, at distances that are known when they are compiled: eight values
-that lie 8 apart are loaded, taken through distances 8, 16 and 32, and stored.
+Butterflies (a, b) → (a + b, a − b) at distances 1, 2 and 4 stay inside eight neighbours. Compilers do not find the
+three vector instructions that each of them takes (exchange, change signs, add), so these are written in LLVM IR. The
+others run two or three rounds at a time, at distances known at compile time: eight values that lie 8 apart are loaded,
+taken through distances 8, 16 and 32, and stored.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """How the CPU backends compile their kernels and spread them over threads.
 
 Every kernel releases the GIL and is cached on disk, beside its source or in NUMBA_CACHE_DIR. Arithmetic is
-strict IEEE fp32: no fused multiply-add, no reassociation, true division, subnormals kept. `estimate` is for the one
-quantity that need not be equal to the bit: entropies.
+strict IEEE fp32: no fused multiply-add, no reassociation, true division, subnormals kept. `estimate` is for sums and
+logarithms, which need not be equal to the bit.
 """
 
 import re
@@ -20,7 +20,7 @@ import numba
 F = TypeVar("F", bound=Callable[..., object])
 R = TypeVar("R")
 
-MIN_ELEMENTS_A_THREAD = 1 << 15
+MIN_ELEMENTS_PER_THREAD = 1 << 15
 """Below about 0.1 ms of work another thread costs more than it saves."""
 
 
@@ -30,7 +30,7 @@ def kernel(function: F) -> F:
 
 
 def estimate(function: F) -> F:
-    """As `kernel`, but sums may be reordered and multiply-adds fused; not for anything that is compared by bits."""
+    """Like `kernel`, but sums may be reordered and multiply-adds fused: not for results that must equal others."""
     return _compile(function, fastmath={"reassoc", "contract", "nsz"})
 
 
@@ -47,10 +47,10 @@ def _compile(function: F, **options: Any) -> F:
 
 @cache
 def _stamp_of(module: str) -> str:
-    """Changes with every file of tahq.quant that a module is made of; it becomes part of the names of cached files.
+    """A hash of the files of tahq.quant that a module is compiled from; part of the names of cached files.
 
-    numba itself looks only at the file of the kernel that is called: it would run a cached one on with what it
-    had inlined from other files before they were edited, or replaced by a newer tahq.
+    numba itself checks only the file of the kernel that is called: it would go on using a cached kernel with code
+    inlined from other files that have been edited since, or replaced by a newer tahq.
     """
     sources = [Path(path).read_bytes() for path in sorted(_files_of(module))]
     return blake2b(b"".join(sources), digest_size=4).hexdigest()
@@ -67,13 +67,13 @@ def _files_of(module: str) -> frozenset[str]:
 class Team(ExitStack):
     """Up to `threads` threads that share the tiles of one tensor; a context that ends them.
 
-    The pool is made when there is enough to share. It is ours rather than numba's, whose threading layer
-    allows but one Python thread at a time to enter it.
+    The pool is made when there is enough to share. numba's own threading layer would admit only one Python
+    thread at a time.
     """
 
     def __init__(self, threads: int, num_elements: int) -> None:
         super().__init__()
-        self._threads = max(1, min(threads, num_elements // MIN_ELEMENTS_A_THREAD))
+        self._threads = max(1, min(threads, num_elements // MIN_ELEMENTS_PER_THREAD))
         self._pool: ThreadPoolExecutor | None = None
 
     def share(self, count: int, work: Callable[[int, int], R], *, multiple_of: int = 1) -> list[R]:
@@ -91,7 +91,7 @@ class Team(ExitStack):
 
 
 def split(count: int, parts: int, multiple_of: int = 1) -> list[tuple[int, int]]:
-    """At most `parts` ranges (first, stop) of about equal length that cover 0 … count − 1; one if there is nothing."""
+    """At most `parts` ranges (first, stop) of about equal length that cover 0 … count − 1; one if count is 0."""
     blocks = -(-count // multiple_of)
     parts = max(1, min(parts, blocks))
     starts = [blocks * part // parts * multiple_of for part in range(parts)]

@@ -23,24 +23,24 @@ from tahq.quant.gaussian.tile_stream import WIDTH_BITS
 
 Int64Array = NDArray[np.int64]
 
-_A_SWEEP = 4
+_PER_SWEEP = 4
 _MIN_SEARCHED_BITS = 7
-"""From here on buckets are faster than sweeps."""
-_BUCKETS_A_UNIT = 128
+"""From this width on, buckets are faster than sweeps."""
+_BUCKETS_PER_UNIT = 128
 """A bucket is narrower than the least distance of two thresholds, which is 0.0169, at 8 bits."""
-_NUM_BUCKETS = 5 * _BUCKETS_A_UNIT
+_NUM_BUCKETS = 5 * _BUCKETS_PER_UNIT
 """No threshold lies beyond 5."""
 _MARGIN = 1e-3
-"""Of a bucket, far above what two roundings of 2^−24 take at 5 units: 1.5e-4."""
+"""Of a bucket's width; far above the error of two roundings of 2^−24 at 5 units, 1.5e-4."""
 _LEAST_SEARCHED = np.float32(2.0**-100)
-"""Below, the reciprocal of a scale may be infinite."""
+"""Below this scale, its reciprocal may be infinite."""
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 class Levels(NamedTuple):
     """Tables with a row for each number of bits, 0 to 8; row 0 is never read.
 
-    Magnitudes [9, 128] ascend, then zeros; thresholds [9, 127] lie between them, then what no magnitude exceeds;
+    Magnitudes [9, 128] ascend, then zeros; thresholds [9, 127] lie between them, then numbers above any magnitude;
     `signed` [9, 256] has the level of every code; `first` [9, buckets], how many thresholds surely lie below a bucket.
     """
 
@@ -52,8 +52,8 @@ class Levels(NamedTuple):
 
 @cache
 def levels() -> Levels:
-    """The tables, made once; not to be written."""
-    bucket_starts = (np.arange(_NUM_BUCKETS) - _MARGIN) / _BUCKETS_A_UNIT
+    """The tables, made once; do not write to them."""
+    bucket_starts = (np.arange(_NUM_BUCKETS) - _MARGIN) / _BUCKETS_PER_UNIT
     thresholds = threshold_table()
     first = np.stack([np.searchsorted(row, bucket_starts) for row in thresholds]).astype(np.uint8)
     return Levels(magnitude_table(), thresholds, level_table(), first)
@@ -73,14 +73,14 @@ class ScaledLevels(NamedTuple):
     @classmethod
     def of(cls, group: int) -> "ScaledLevels":
         """Fresh memory, for one thread."""
-        rungs = np.empty(MAX_MAGNITUDES, np.float32), np.empty(MAX_MAGNITUDES, np.float32)
-        return cls(*rungs, np.empty(group, np.int32), np.empty(group, np.float32))
+        steps, values = np.empty(MAX_MAGNITUDES, np.float32), np.empty(MAX_MAGNITUDES, np.float32)
+        return cls(steps, values, np.empty(group, np.int32), np.empty(group, np.float32))
 
 
 @kernel
 def scale_levels(levels: Levels, bits: int, scale: np.float32, unit: np.float32, scaled: ScaledLevels) -> None:
     """steps = thresholds·scale, values = magnitudes·unit, of `bits` bits."""
-    count = max(1 << (bits - 1), _A_SWEEP)
+    count = max(1 << (bits - 1), _PER_SWEEP)
     for j in range(count):
         scaled.steps[j] = levels.thresholds[bits, j] * scale if j < (1 << (bits - 1)) - 1 else np.float32(np.inf)
         scaled.values[j] = levels.magnitudes[bits, j] * unit
@@ -108,7 +108,7 @@ def find_level(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Arr
 
 @kernel
 def _search_index(first: ByteArray, scale: np.float32, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
-    factor = np.float32(_BUCKETS_A_UNIT) / scale
+    factor = np.float32(_BUCKETS_PER_UNIT) / scale
     top = np.float32(first.size - 1)
     for i in range(magnitudes.size):
         bucket = np.int32(min(magnitudes[i] * factor, top))
@@ -120,7 +120,7 @@ def _search_index(first: ByteArray, scale: np.float32, magnitudes: Fp32Array, sc
 def _sweep_index(bits: int, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
     indices, steps = scaled.indices, scaled.steps
     indices[:] = 0
-    for j in range(0, (1 << (bits - 1)) - 1, _A_SWEEP):
+    for j in range(0, (1 << (bits - 1)) - 1, _PER_SWEEP):
         a, b, c, d = steps[j], steps[j + 1], steps[j + 2], steps[j + 3]
         for i in range(magnitudes.size):
             x = magnitudes[i]
@@ -132,7 +132,7 @@ def _sweep_index(bits: int, magnitudes: Fp32Array, scaled: ScaledLevels) -> None
 def _sweep_level(bits: int, magnitudes: Fp32Array, scaled: ScaledLevels) -> None:
     level, steps, values = scaled.level, scaled.steps, scaled.values
     level[:] = values[0]
-    for j in range(0, (1 << (bits - 1)) - 1, _A_SWEEP):
+    for j in range(0, (1 << (bits - 1)) - 1, _PER_SWEEP):
         a, b, c, d = steps[j], steps[j + 1], steps[j + 2], steps[j + 3]
         p, q, r, s = values[j + 1], values[j + 2], values[j + 3], values[min(j + 4, values.size - 1)]
         for i in range(magnitudes.size):
@@ -204,13 +204,13 @@ def scale_of(code: Integer) -> np.float32:
 
 @kernel
 def nearest_code(value: np.float32) -> np.int32:
-    """The code of the nearest scale, of two as near the larger; `value` is not negative, and finite."""
+    """The code of the nearest scale, of two equally near the larger; `value` is finite and not negative."""
     return _code_of_bits(np.int32(bits_of(value) + _HALF))
 
 
 @kernel
 def stochastic_code(value: np.float32, draw: Integer) -> np.int32:
-    """The code above or below, by a draw from 0 to 2^20 − 1; `value` is not negative, and finite."""
+    """The code above or below, by a draw from 0 to 2^20 − 1; `value` is finite and not negative."""
     return _code_of_bits(np.int32(bits_of(value) + np.int32(draw)))
 
 
@@ -274,7 +274,7 @@ def _steps_of_rank(counts: Int64Array, rank: int) -> int:
 
 @kernel
 def read_widths(packed: ByteArray, starts: Int64Array) -> None:
-    """Where each tile's planes start, and the last end: `starts`, [T + 1]; whatever the bytes, widths are 1 to 8."""
+    """Where each tile's planes start, and the last end: `starts`, [T + 1]; widths are 1 to 8 whatever the bytes are."""
     starts[0] = 0
     for tile in range(starts.size - 1):
         starts[tile + 1] = starts[tile] + read_number(tile, WIDTH_BITS, packed) + 1

@@ -1,7 +1,7 @@
-"""fp32, bf16 and fp16 as bits, converted inside the kernels: exactly up, to nearest even down.
+"""fp32, bf16 and fp16 as bits, converted inside the kernels: exactly to fp32, to nearest even from it.
 
 All three types pass through one compiled kernel: a tensor is `Values`, of which one array is empty. Only finite
-numbers are converted; tiles that are not finite are told apart by `largest_magnitude` before.
+numbers are converted; `largest_magnitude` detects tiles that are not finite beforehand.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ HALF_MIN_NORMAL = 0x38800000
 """2^−14 as fp32."""
 HALF_INFINITY = 0x7C00
 HALF_BIAS = 112 << 23
-"""What fp32's exponent exceeds fp16's by."""
+"""The difference between the exponent biases of fp32 and fp16, as bits of an fp32."""
 _KINDS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _UNIT = np.float32(2.0**-24)
 _ONE_HALF = np.float32(0.5)
@@ -68,7 +68,7 @@ def float_of(bits: np.int32) -> np.float32:
 
 @kernel
 def round_half_even(value: np.float32) -> np.int32:
-    """The nearest whole number, of two the even one; |value| < 2^22. The adder does the rounding."""
+    """The nearest whole number, ties to even; |value| < 2^22. The addition does the rounding."""
     return np.int32(bits_of(value + TO_WHOLE) - _TO_WHOLE_BITS)
 
 

@@ -1,8 +1,8 @@
 """Codes of one tile to bit planes and back, 32 at a time where a tile has as many, else eight as one 64-bit word.
 
-A word holds eight codes, one per byte. Bit k of its bytes, gathered by one multiplication, is one byte of plane k;
-the other way, one multiplication spreads a plane's byte over the word. `cpu.lanes` does that for four words at once.
-Callers answer for `planes` being long enough.
+A word holds eight codes, one per byte. One multiplication gathers bit k of its bytes into a byte of plane k; another
+spreads a plane's byte over the word. `take_bits` and `put_planes` do that for four words at once. Callers must ensure
+that `planes` is long enough.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import Integer
 
 WORDS = 4
-"""64-bit words of codes, eight a word, that one call takes."""
+"""64-bit words, of eight codes each, that one call takes."""
 _BYTE = ir.IntType(8)
 _BITS = ir.IntType(32)
 _LANES = 8 * WORDS
@@ -32,7 +32,7 @@ def _take_bits(typing_context: Any, words: Any, first: Any, place: Any, plane: A
         words, first, place, plane, at = arguments
         codes = builder.load(address(context, builder, signature.args[0], words, first, _CODES), align=1)
         distance = builder.sub(ir.Constant(_BYTE, 7), builder.trunc(place, _BYTE))
-        signs = builder.icmp_signed("<", builder.shl(codes, everywhere(builder, distance, _LANES)), _CODES(None))
+        signs = builder.icmp_signed("<", builder.shl(codes, splat(builder, distance, _LANES)), _CODES(None))
         target = address(context, builder, signature.args[3], plane, at, _BITS)
         builder.store(builder.bitcast(signs, _BITS), target, align=1)
         return context.get_dummy_value()
@@ -53,7 +53,7 @@ def _put_planes(
             place = builder.add(at, builder.mul(loop.index, stride))
             bits = builder.load(address(context, builder, signature.args[0], planes, place, _BITS), align=1)
             single = builder.load(weight)
-            added = builder.select(builder.bitcast(bits, _FLAGS), everywhere(builder, single, _LANES), _CODES(None))
+            added = builder.select(builder.bitcast(bits, _FLAGS), splat(builder, single, _LANES), _CODES(None))
             builder.store(builder.or_(builder.load(codes), added), codes)
             builder.store(builder.add(single, single), weight)
         builder.store(builder.load(codes), target, align=1)
@@ -69,23 +69,23 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, index: Any,
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
-def everywhere(builder: Any, value: Any, lanes: int) -> Any:
+def splat(builder: Any, value: Any, lanes: int) -> Any:
     """A number in all lanes of a vector."""
     vector = ir.VectorType(value.type, lanes)
     single = builder.insert_element(vector(ir.Undefined), value, ir.Constant(_BITS, 0))
     return builder.shuffle_vector(single, vector(ir.Undefined), ir.Constant(ir.VectorType(_BITS, lanes), None))
 
 
-_make: Any = intrinsic  # numba's type for it has the compiler's own argument among the caller's
+_make: Any = intrinsic  # its type in numba lists the compiler's own argument among the caller's
 take_bits: Callable[[NDArray[np.uint64], int, int, NDArray[np.uint8], int], None] = _make(_take_bits)
 """take_bits(words, first, place, plane, at): plane[at : at + 4] = bit `place` of each of the 32 codes in
-words[first : first + 4]. Neither array's bounds are looked at.
+words[first : first + 4]. No bounds are checked.
 """
 put_planes: Callable[[NDArray[np.uint8], int, int, int, int, NDArray[np.uint64], int], None] = _make(_put_planes)
 """put_planes(planes, at, stride, first_bit, num_bits, words, first): add to the 32 codes in words[first : first + 4].
 
-Bit first_bit + k of a code is set where the 4 bytes at planes[at + k·stride] name it, for all k < num_bits in one
-call, so that the codes stay in a register. Neither array's bounds are looked at.
+Bit first_bit + k of a code is set where its bit in the 4 bytes at planes[at + k·stride] is, for all k < num_bits in
+one call, so that the codes stay in a register. No bounds are checked.
 """
 
 
@@ -96,7 +96,7 @@ _LOWEST_BITS = np.uint64(0x0101010101010101)
 _GATHER = np.uint64(0x0102040810204080)
 """Takes bit 0 of byte j, times this, to bit 56 + j; no two products meet in one bit, so nothing carries."""
 _SPREAD = np.uint64(0x0002040810204081)
-"""Takes bit j of seven bits to bit 8j; the copies lie 7 apart, so they don't meet either."""
+"""Takes bit j of seven bits to bit 8j; the copies lie 7 apart, so they do not overlap either."""
 _SEVEN, _EIGHTH = np.uint64(0x7F), np.uint64(0x80)
 _TO_TOP, _TO_BYTE_7 = np.uint64(56), np.uint64(49)
 

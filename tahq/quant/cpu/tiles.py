@@ -41,14 +41,14 @@ class Magnitudes(NamedTuple):
 
     @classmethod
     def of(cls, of_tiles: Int32Array, parts: Sequence[tuple[np.int32, bool]]) -> "Magnitudes":
-        """Put together what `measure_tiles` returned for the parts."""
+        """Combine the results of `measure_tiles` for the parts."""
         overall = np.int32(max(largest for largest, _ in parts))
         return cls(of_tiles, float(overall.view(np.float32)), all(finite for _, finite in parts))
 
 
 @kernel
 def place_of_tile(grid: Grid, tile: int) -> tuple[int, int]:
-    """Index of the tile's first element, and how many of its channels are not filling."""
+    """Index of the tile's first element, and how many of its channels are not padding."""
     token, column = tile // grid.tiles_per_token, tile % grid.tiles_per_token
     channel = column * grid.group
     return token * grid.channels + channel, min(grid.group, grid.channels - channel)
@@ -80,14 +80,14 @@ def measure_tiles(values: Values, grid: Grid, first: int, stop: int, of_tiles: I
 
 
 def measure(values: Values, tiling: Tiling, team: Team) -> Magnitudes:
-    """Largest magnitudes of all tiles and of the tensor, in one reading."""
+    """Largest magnitudes of all tiles and of the tensor, in one pass."""
     grid, of_tiles = Grid.of(tiling), np.empty(tiling.num_tiles, np.int32)
     parts = team.share(tiling.num_tiles, lambda first, stop: measure_tiles(values, grid, first, stop, of_tiles))
     return Magnitudes.of(of_tiles, parts)
 
 
 def top_exponent(largest: float, top: int) -> int:
-    """e = top − ⌊log2 largest⌋, at most 127, and 0 where largest is 0; see `tah.reference.top_exponent`."""
+    """e = top − ⌊log2 largest⌋, at most 127, and 0 where largest is 0; see `tiling.top_exponent`."""
     return min(top + 1 - math.frexp(largest)[1], MAX_EXPONENT) if largest > 0 else 0
 
 

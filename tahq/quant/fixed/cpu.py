@@ -1,4 +1,4 @@
-"""`fixed` on the CPU in numba: two readings of the tensor, one of the stream, nothing of their size in between.
+"""`fixed` on the CPU in numba: two passes over the tensor, one over the stream, no temporaries of their size.
 
 Encoding reads the tensor for its largest magnitudes, which decide the power of two and every scale, and again to
 round and pack. Threads share ranges of groups. Streams and values equal the reference's to the bit.
@@ -72,7 +72,7 @@ class FixedSections(NamedTuple):
 
 
 class GroupScratch(NamedTuple):
-    """Room for one group: values [G], codes [G], what codes have above whole bytes [G], and that as words [G/8]."""
+    """Room for one group: values [G], codes [G], the bits of codes above whole bytes [G], and these as words [G/8]."""
 
     y: Fp32Array
     codes: Int32Array
@@ -185,7 +185,7 @@ def _write_codes(scratch: GroupScratch, bits: int, tile: int, sections: FixedSec
 
 @kernel
 def is_sound(scale: NDArray[np.uint16], is_flagged: bool) -> bool:
-    """Whether `fixed.stream.unpack` takes the scales: none negative or infinite, NaN where and only where flagged."""
+    """Whether `fixed.stream.unpack` accepts the scales: none negative or infinite, some NaN if and only if flagged."""
     wrong, marks = np.int32(0), np.int32(0)
     for tile in range(scale.size):
         bits = np.int32(scale[tile])

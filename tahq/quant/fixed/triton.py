@@ -1,8 +1,8 @@
-"""`fixed` on CUDA in Triton: a launch plan for every shape, and the kernels one after the other.
+"""`fixed` on CUDA in Triton: a launch plan for every shape, and the kernels.
 
 Streams and decoded values equal the reference's to the bit. Encoding is two kernels and never synchronises;
 decoding is one, then waits for the verdict. Kernels are specialised on the spec, on types and on whether
-tiles are filled up, never on data or the key.
+tiles are padded, never on data or the key.
 """
 
 from functools import lru_cache
@@ -113,7 +113,7 @@ def _round_stochastic(y, step, element, key_low, key_high, BITS: tl.constexpr):
 def _store_codes(
     buf, codes, is_tile, block, num_tiles, bytes_at, planes_at, G: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr
 ):
-    """Whole bytes of codes int32 [T, G], one plane of them after the other, then the bits that are left."""
+    """Store codes int32 [T, G]: their whole bytes, all codes' lowest first, then planes of the remaining bits."""
     first = tl.cast(block, tl.int64) * (TILES * G)
     within = tl.arange(0, TILES)[:, None] * G + tl.arange(0, G)[None, :]
     for place in tl.static_range(BITS // 8):

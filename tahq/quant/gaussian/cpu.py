@@ -1,8 +1,8 @@
-"""`eden` and `wf` on the CPU in numba: three or four readings of the tensor, one of the stream, no large temporaries.
+"""`eden` and `wf` on the CPU in numba: three or four passes over the tensor, one over the stream, little memory.
 
 Encoding reads the tensor for its largest magnitudes (and for the channels' means, if they are centred), transforms it
-tile by tile for the energies that bits are allocated by, and transforms it again to quantise and pack. Threads share
-ranges of tiles; for the means ranges of channels, so that the number of threads does not show.
+tile by tile for the energies by which bits are allocated, and transforms it again to quantise and pack. Threads share
+ranges of tiles; for the means ranges of channels, so that results do not depend on the number of threads.
 
 Streams equal the reference's except where a sum (a mean, an energy, a projection, an error) rounds differently, which
 may move a width, a scale or the code of a value at a threshold; decoded values are always equal, NaN being NaN.
@@ -64,7 +64,7 @@ class TileField(NamedTuple):
     """A tensor in memory, and how its values are transformed.
 
     `factor` is 2^e in encoding and 2^−e in decoding, `norm` fp32(1/√G). `is_random` means random signs by `key` and
-    stochastic rounding (`eden`). `means`, fp32 [M·G], has each channel's; empty if they are not taken out.
+    stochastic rounding (`eden`). `means`, fp32 [M·G], has the channels' means; empty if they are not subtracted.
     """
 
     values: Values
@@ -115,7 +115,7 @@ class TileScratch(NamedTuple):
 
 
 def encode(layout: TileLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The stream that the reference writes; x has at least one element."""
+    """The reference's stream, except where sums round differently; x has at least one element."""
     values, group, num_tiles = Values.of(x), layout.tiling.group, layout.tiling.num_tiles
     energies, tile_levels = np.empty(num_tiles, np.float32), np.empty(num_tiles, np.int32)
     with Team(threads, x.numel()) as team:
@@ -149,7 +149,7 @@ def decode(
     starts = np.empty(layout.tiling.num_tiles + 1, np.int64)
     read_widths(sections.width, starts)
     used = layout.tiling.num_tiles * WIDTH_BITS % 8
-    # what the reference takes; where each tile's planes start then needs no further check
+    # As in the reference; afterwards the starts of tiles' planes need no further check.
     is_sound = (
         starts[-1] == layout.num_planes
         and (used == 0 or sections.width[-1] >> used == 0)
@@ -173,7 +173,7 @@ def decode(
 def _write_means(
     layout: TileLayout, field: TileField, of_tiles: Int32Array, buf: torch.Tensor, team: Team
 ) -> Fp32Array:
-    """Write the channels' means to the stream; fp32 [M·G] as the receiver will have them."""
+    """Write the channels' means to the stream; returns them as the receiver will have them, fp32 [M·G]."""
     totals = np.zeros(field.grid.tiles_per_token * field.grid.group, np.float64)
 
     def add_up(first: int, stop: int) -> None:
@@ -261,7 +261,7 @@ def write_tiles(
     levels: Levels,
     scratch: TileScratch,
 ) -> None:
-    """Scales and codes of tiles; codes of tiles without any must be zeros already."""
+    """Write scales and codes of tiles. Codes of non-finite tiles and of zeros are not written, and must be zeros."""
     for tile in range(first, stop):
         step = _root_mean_square(energies[tile], scratch.z.size)
         if magnitudes[tile] >= INFINITY_BITS:
@@ -291,25 +291,25 @@ def write_tiles(
 def _transform(field: TileField, tile: int, z: Fp32Array) -> None:
     """z = the Hadamard transform of a finite tile times the field's factor, with random signs or without the means."""
     read_tile(field.values, field.grid, tile, field.factor, np.int32(0), z)
-    _move(field, tile, -_ONE, z)
+    _flip_or_shift(field, tile, -_ONE, z)
     hadamard(z, field.norm)
 
 
 @kernel
-def _move(field: TileField, tile: int, side: np.float32, z: Fp32Array) -> None:
-    """Flip the random signs of a tile, or add `side` (1 or −1) times its channels' means."""
+def _flip_or_shift(field: TileField, tile: int, sign: np.float32, z: Fp32Array) -> None:
+    """Flip the random signs of a tile, or add `sign` (1 or −1) times its channels' means."""
     if field.is_random:
         _flip_signs(field.key, tile * z.size, z)
     elif field.means.size > 0:
         start = tile % field.grid.tiles_per_token * z.size
         of_tile = field.means[start : start + z.size]
         for i in range(z.size):
-            z[i] += side * of_tile[i]
+            z[i] += sign * of_tile[i]
 
 
 @kernel
 def _flip_signs(key: Key, index: int, z: Fp32Array) -> None:
-    """Change the signs that the key says, z[0] being element `index` of the padded tensor."""
+    """Change the signs that the key selects, z[0] being element `index` of the padded tensor."""
     for start in range(0, z.size, _SIGNS_A_WORD):
         part = z[start : start + _SIGNS_A_WORD]
         first = index + start
@@ -364,5 +364,5 @@ def read_tiles(
         read_planes(sections.codes, starts[tile] * scratch.words.size, 0, bits, scratch.words)
         read_levels(levels.signed[bits], scratch.codes, scale_of(scale), scratch.z)
         hadamard(scratch.z, field.norm)
-        _move(field, tile, _ONE, scratch.z)
+        _flip_or_shift(field, tile, _ONE, scratch.z)
         write_scaled(scratch.z[:count], field.factor, field.values, start)

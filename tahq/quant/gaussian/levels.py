@@ -1,9 +1,9 @@
-"""Gaussian-optimal quantisers: Lloyd-Max levels of N(0, 1) for 1 to 8 bits, and what they lose.
+"""Gaussian-optimal quantisers: Lloyd-Max levels of N(0, 1) for 1 to 8 bits, and their distortions.
 
 A quantiser of b bits has 2^(b−1) magnitudes and their negatives. Each magnitude is the mean of the Gaussian over its
 cell, and cells meet half-way between magnitudes (S. P. Lloyd, Least squares quantization in PCM, 1982; J. Max, 1960).
-The numbers are literal, since a solver's last digit is a machine's own; each is exact in fp32. Both ends must agree
-on them to the bit, and streams of version 1 fix them for all time.
+The numbers are literals, since a solver's last digits depend on the machine; each is exact in fp32. Both ends must
+agree on them to the bit, and streams of version 1 fix them forever.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def magnitude_table() -> NDArray[np.float32]:
 def threshold_table() -> NDArray[np.float32]:
     """Row b: the 2^(b−1) − 1 borders between magnitudes of b bits, fp32(l + l′)·½; [9, 127], row 0 unused.
 
-    Rows are filled up with fp32's largest number: times any step that is not 0 it is above every magnitude there is.
+    Rows are filled up with fp32's largest number, which times any step except 0 is above every magnitude.
     """
     table = np.full((MAX_BITS + 1, MAX_MAGNITUDES - 1), np.finfo(np.float32).max, np.float32)
     for bits, magnitudes in enumerate(MAGNITUDES, start=1):
@@ -100,7 +100,7 @@ def level_table() -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class CodedTiles:
-    """What a stream of `eden` or `wf` says of its T tiles; coded is x·2^e, e without dimensions.
+    """The content of a stream of `eden` or `wf` with T tiles; coded is x·2^e, e without dimensions.
 
     `scale`, uint8 [T], has codes of `small_scale`, 255 where a value is not finite; `width`, int32 [T], the bits of
     `codes`, uint8 [T, G]; `mean`, fp16 [M·G], each channel's mean of x·2^e, 0 in padding; None without centring.

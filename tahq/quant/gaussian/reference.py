@@ -11,11 +11,11 @@ unbiased; and the whole tensor is multiplied by a power of two.
 
 `wf` is for activations. These should come back accurately, token by token, since the normalisation of later layers
 divides by a token's length. So bits go where they reduce the squared error most *relative to the token's energy*
-(reverse water-filling), the scale of each tile is the best of five, and nothing is random: here an error that is
-drawn anew costs more than a small one. The mean of each channel over the tensor is sent separately.
+(reverse water-filling), the scale of each tile is the best of five, and nothing is random: here a fresh random error
+costs more than a small fixed one. The mean of each channel over the tensor is sent separately.
 
 Shape letters: N tokens, M tiles per token, G channels per tile, T = N·M. Everything is fp32 (means are summed in
-fp64), encoding never asks the device anything, and all is equal to the bit on every device except for sums (means,
+fp64), encoding never synchronises the device, and all is equal to the bit on every device except for sums (means,
 energies, projections, errors): where these round differently, a width, a scale or a mean's last bit may differ.
 """
 
@@ -31,7 +31,7 @@ from tahq.quant.tiling import TOP_EXPONENT, hadamard, largest_magnitude, power_o
 SCALE_COUNTER = 0x80000000
 """Where the counters of the scales' draws begin; those of the signs begin at 0."""
 CANDIDATES = (0, -1, 1, -2, 2)
-"""Codes that `wf` tries around that of the root mean square; the first of equal errors is kept."""
+"""Offsets of the codes that `wf` tries from that of the root mean square; the first with the least error is kept."""
 SAME_LEVEL = 255
 """Level, for `wf`'s allocation of bits, of a tile that has its token's mean energy."""
 _SIGN_BIT = -(2**31)
@@ -86,7 +86,7 @@ def flip_signs(y: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def unbiased_scale(z: torch.Tensor, index: torch.Tensor, width: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """s = ‖z‖²/⟨|z|, levels⟩, fp32 [T], 0 where nothing is to be scaled: then ⟨s·ẑ, z⟩ = ‖z‖²."""
+    """s = ‖z‖²/⟨|z|, levels⟩, fp32 [T], so that ⟨s·ẑ, z⟩ = ‖z‖²; 0 where the divisor is 0."""
     projection = magnitudes_of(index, width).mul_(z.abs()).sum(dim=-1)
     return torch.where(projection == 0, 0.0, energy / projection)
 
@@ -109,9 +109,9 @@ def _encode_accurately(
 
 
 def _channel_means(y: torch.Tensor) -> torch.Tensor:
-    """fp16 means of each channel over all tokens, [M·G] of fp32 [N, M, G], never −0; 0 of no token.
+    """fp16 means of each channel over all tokens, [M·G] of fp32 [N, M, G], never −0; 0 if there are no tokens.
 
-    Summed in fp64, so that the order does not show, and rounded to fp32 on the way, as torch converts.
+    Summed in fp64, so that the order does not matter, and rounded to fp32 on the way to fp16, as torch converts.
     """
     total = y.sum(dim=0, dtype=torch.float64).view(-1)
     return total.div_(max(len(y), 1)).float().half() + 0.0

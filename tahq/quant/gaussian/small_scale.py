@@ -1,7 +1,7 @@
 """A tile's scale in 8 bits: an unsigned floating-point number with 3 bits of mantissa, from 1.125·2^−18 to 1.75·2^13.
 
 Its code is the top of an fp32's bits, less an offset, so that rounding is one addition and one shift. Neighbours lie
-6 to 12 % apart. Code 0 is 0, and code 255 says that the tile has a value that is not finite.
+6 to 12 % apart. Code 0 is 0, and code 255 marks a tile with a value that is not finite.
 """
 
 import torch
@@ -9,9 +9,9 @@ import torch
 NOT_FINITE = 255
 LARGEST_CODE = 254
 OFFSET = 872
-"""Of codes in an fp32's bits 20 to 31: code 1 is 873·2^20."""
+"""Added to a code to get bits 20 to 31 of its fp32: code 1 is 873·2^20."""
 DROPPED_BITS = 20
-"""Of an fp32's 23 bits of mantissa."""
+"""How many of an fp32's 23 bits of mantissa are dropped."""
 
 
 def value_of(code: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,7 @@ def value_of(code: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_code(value: torch.Tensor) -> torch.Tensor:
-    """int32 codes of the scales nearest to fp32 values (finite, not negative), the larger of two; at most 254."""
+    """int32 codes of the scales nearest to fp32 values (finite, not negative), ties to the larger; at most 254."""
     return _code_of_bits(value.view(torch.int32) + (1 << (DROPPED_BITS - 1)))
 
 

@@ -1,8 +1,8 @@
 """Byte layout of `eden` and `wf` streams, version 1: a scale and a width per tile, means of `wf`, then codes.
 
-A tile's codes take as many planes as its width says. All tiles together have K planes, which shape and spec decide,
-so the length never depends on the data; which tile has how many does. docs/dev/wire-format.md has the tables; `unpack`
-lists what a decoder refuses.
+A tile's codes take as many planes as its width. All tiles together have K planes, which shape and spec decide, so the
+length never depends on the data; only the division of planes among tiles does. docs/dev/wire-format.md has the tables;
+`unpack` lists what a decoder refuses.
 """
 
 import math
@@ -19,7 +19,7 @@ from tahq.quant.stream import FLAGS, LOG2_GROUP, VERSION_1, Description, HeaderB
 from tahq.quant.tiling import Tiling
 
 WIDTH_BITS = 3
-"""Of a tile's number of bits, minus one."""
+"""Bits that encode a tile's width, minus one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ may move a width, a scale or a code; decoded values are equal to the bit. Encodi
 (`wf`) and never synchronises. Decoding is two, then waits for the verdict. Kernels are specialised on types, the size
 of tiles, whether they are padded and whether means are taken out, never on bits, data or the key.
 
-A decoder's first kernel sums the widths into `starts`, as `gaussian.triton_allocation` has them, and looks at what is
-outside of the tiles. Whatever a buffer holds, `starts` ascend and end at K planes at most, so no byte outside the
-buffer is ever read. Each of its programs counts for itself what the ones before it have: three bits per tile are few.
+A decoder's first kernel sums the widths into `starts`, as in `gaussian.triton_allocation`, and checks what is outside
+the tiles. Whatever a buffer holds, `starts` ascend and end at K planes at most, so no byte outside the buffer is ever
+read. Each of its programs sums the widths before its own tiles by itself, as three bits per tile are little to read.
 `work` holds the verdict, a word that is not 0 where the widths do not sum to K, and from SLOTS on `starts`.
 """
 
@@ -51,7 +51,7 @@ from tahq.quant.tiling import Tiling
 ELEMENTS_PER_BLOCK = 4096
 """Of the kernels that walk down columns."""
 MAX_PARTS = 128
-"""Parts of the tokens that are summed separately."""
+"""The most parts of the tokens that are summed separately."""
 MAX_TILES = 1 << 28
 """Eight bits of each are counted in 32-bit numbers."""
 MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS

@@ -1,8 +1,8 @@
 """Water-filling of bits on CUDA, in two small kernels: `gaussian.bit_allocation`, to the bit.
 
-The first leaves a histogram of the levels of every block of tiles. The second adds them up, so that every program
-knows the border θ, how many of the steps that lie on it are granted, and what the blocks before it took; then each
-tile's width goes to the stream, and the number of planes before each tile to `work`: `starts`, T + 1 words, from
+The first writes a histogram of the levels of every block of tiles. The second adds them up, so that every program
+knows the border θ, how many of the steps on it are granted, and what the blocks before it took; then each tile's width
+goes to the stream, and the number of planes before each tile to `work`: `starts`, T + 1 words, from
 which the kernels that code take both.
 
 Levels are int32 words in `work`. Those of `eden`, taken before the tensor's exponent was known, are relative: they

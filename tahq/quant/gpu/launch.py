@@ -21,16 +21,15 @@ MEASURED_ELEMENTS = 8192
 MEASURING_WARPS = 8
 ELEMENTS_PER_WARP = 512
 MAX_PROGRAMS = 4224
-"""Programs of one warp that the largest devices of today hold at a time: 132 multiprocessors, 32 each."""
+"""One-warp programs that a large device (2024) holds at a time: 132 multiprocessors with 32 each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with all that a shape decides: grid, the numbers behind its tensors, constants and options.
+    """A kernel with everything that a shape decides: grid, the numbers after its tensors, constants and options.
 
-    Triton looks at every argument of every launch for what to compile, which takes longer than small kernels
-    run. Here nothing can change but devices and dtypes, all tensors being aligned: the kernel compiled for
-    them is kept.
+    Triton inspects every argument of every launch to decide what to compile, which takes longer than small kernels
+    run. Here only devices and dtypes can change, as all tensors are aligned, so the compiled kernel is kept.
     """
 
     kernel: Any
@@ -50,15 +49,15 @@ class Launch:
             return
         arguments = (*tensors, *self.numbers, *last)
         compiled = self.kernel[self.grid](*arguments, **self.constants)
-        if compiled is not None:  # as it is of the interpreter
+        if compiled is not None:  # the interpreter returns None
             names = self.kernel.arg_names[len(arguments) :]
             self._compiled[of] = _launcher(compiled, self.grid, of[0], tuple(self.constants[name] for name in names))
 
 
 class BoundLaunches:
-    """Launches on tensors that stay where they are, except number `moving`: their addresses are read once.
+    """Launches on tensors whose addresses are read once, except that of number `moving`.
 
-    Otherwise a dozen tensors cost the host more time than some millions of their elements the device. The tensors must
+    Otherwise a dozen tensors cost the host more time than millions of their elements cost the device. The tensors must
     be aligned, and are kept as long as this is; each call passes the moving one, always of one device and type.
     """
 
@@ -87,7 +86,7 @@ class BoundLaunches:
 
 
 def _launcher(compiled: Any, grid: tuple[int, int, int], index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
-    """What `compiled[grid]` does (Triton 3.2 to 3.9), in 5 µs instead of 8: without a look for profilers' hooks."""
+    """Like `compiled[grid]` (Triton 3.2 to 3.9), in 5 µs instead of 8: it does not look for profiler hooks."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream_of, hooks = driver.active.get_current_stream, (None, None, None)
 
@@ -119,7 +118,7 @@ def backend(
 
     Args:
         plan_of: the launches for a layout; cached.
-        table_on: makes what launches call `table`.
+        table_on: makes the tensor that launches call `table`, on a device.
     """
 
     def encode(layout: Layout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
@@ -159,7 +158,7 @@ def key_halves(key: int) -> tuple[int, int]:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous and at a multiple of 16 bytes: kernels are compiled for just that. Copied only if need be."""
+    """x, contiguous and at a multiple of 16 bytes, as kernels assume. Copied only if necessary."""
     contiguous = x.detach().contiguous()
     return contiguous.clone() if contiguous.data_ptr() % ALIGNMENT else contiguous
 

@@ -1,9 +1,9 @@
-"""Gaussian-optimal codes on CUDA, and planes of as many bits as a tile has: `gaussian.quantizer`, to the bit.
+"""Gaussian-optimal codes on CUDA, and planes of as many bits as a tile has: `gaussian.levels`, to the bit.
 
 A value's index is found by comparing it with one threshold after the other, three instructions each, as many as the
-widest tile of the block has. Looking thresholds up, one for each bit, would pay from seven bits on.
+widest tile of the block has. Binary search would pay only from seven bits on.
 
-Shape letters: T tiles of a block, G values a tile.
+Shape letters: T tiles of a block, G values per tile.
 """
 
 from functools import cache
@@ -24,13 +24,13 @@ _LARGEST_CODE, _NOT_FINITE = tl.constexpr(LARGEST_CODE), tl.constexpr(NOT_FINITE
 
 @triton.jit
 def code_of_bits(bits):
-    """Codes of scales, int32, of fp32's bits to which what rounds them was added."""
+    """Codes of scales, int32, from bits of fp32 values after the addition that rounds them."""
     return tl.minimum(tl.maximum((bits >> _DROPPED) - _OFFSET, 0), _LARGEST_CODE)
 
 
 @triton.jit
 def nearest_code(value):
-    """Codes, int32, of the scales nearest to fp32 values, of two as near the larger."""
+    """Codes, int32, of the scales nearest to fp32 values, ties to the larger."""
     return code_of_bits(value.to(tl.int32, bitcast=True) + _HALF)
 
 
@@ -50,8 +50,8 @@ _LEVELS_AT = tl.constexpr(2 * (MAX_BITS + 1) * MAX_MAGNITUDES)
 def tables(device: torch.device) -> torch.Tensor:
     """By bits, 0 to 8: rows of 128 thresholds, of 128 magnitudes, of 256 levels; fp32 in one tensor.
 
-    Copied to a device once, as a copy from host memory synchronises. What fills up a row of thresholds is infinite:
-    times a step of 0 that is NaN, which no value exceeds either.
+    Copied to a device once, as a copy from host memory synchronises. Rows of thresholds are filled up with infinities:
+    times a step of 0 these are NaN, which no value exceeds either.
     """
     finite = threshold_table()
     thresholds = np.where(finite == np.finfo(np.float32).max, np.float32(np.inf), finite)

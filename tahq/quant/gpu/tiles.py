@@ -5,7 +5,7 @@ grid, so a grid never has more programs than fill the device. Everything here is
 for bit: additions, multiplications, comparisons and bit operations, each rounded once (kernels are compiled
 without fusion into multiply-adds).
 
-Nothing is initialised beforehand. The first kernel of an encoder leaves one word per program in `work`: the
+Nothing is initialised beforehand. The first kernel of an encoder writes one word per program to `work`: the
 bits of the largest finite magnitude that the program saw, and as sign bit whether it saw a tile that is not
 finite. Each kernel that needs the tensor's exponent reduces these words, a few hundred at most, itself.
 """
@@ -25,7 +25,7 @@ ROUNDING_BITS = tl.constexpr(0x4B400000)
 IS_INTERPRETED = tl.constexpr(interprets_triton())
 _MEASURED = tl.constexpr(MAX_MEASURED)
 DAMAGED, FLAGGED, MARKED = 1, 2, 4
-"""What a decoder finds: no stream; a header that says that the tensor is not finite; a tile that says so."""
+"""A decoder's findings: a damaged stream; a header flagged as not finite; a tile marked as not finite."""
 _DAMAGED, _FLAGGED, _MARKED = tl.constexpr(DAMAGED), tl.constexpr(FLAGGED), tl.constexpr(MARKED)
 
 
@@ -126,7 +126,7 @@ def any_of(flags):
 
 @triton.jit
 def only(numbers, is_own):
-    """The one number [1] of int32 [TILES] that `is_own` says."""
+    """The one number [1] of int32 [TILES] that `is_own` selects."""
     return tl.zeros([1], tl.int32) + tl.sum(tl.where(is_own, numbers, 0), axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Tiles as words of bit planes, on CUDA: what a thread does with channels that it has to itself.
+"""Tiles as words of bit planes, on CUDA: each thread works on the channels of whole words.
 
 A block of words has dimensions [BYTES, T, words, 8]: T tiles, whose planes are `words` words of BYTES bytes of eight
 channels each. Eight codes of four bits are one number of 32 bits; seen as a table of bits with the channel c = c₂c₁c₀
@@ -30,7 +30,7 @@ def locate_words(
     """`locate` for rows [BYTES·TILES·words, 8] that are a block of words [BYTES, TILES, words, 8].
 
     A thread has all channels of its words, so that it reads them and builds the words alone. In two
-    dimensions there is but one order in which a compiler can give rows to threads: the words of a tile, then tiles.
+    dimensions there is only one order in which a compiler can give rows to threads: the words of a tile, then tiles.
     """
     WORDS: tl.constexpr = G // 8 // BYTES
     row, bit = tl.arange(0, BYTES * TILES * WORDS)[:, None], tl.arange(0, 8)[None, :]
@@ -53,7 +53,7 @@ def over_block(numbers):
 
 @triton.jit
 def range_of(values):
-    """Minimum and maximum [TILES] of a block of words, and the bits of the largest magnitude, which is NaN's if one is.
+    """Minimum and maximum [TILES] of a block of words, and the bits of the largest magnitude (NaN's if any is NaN).
 
     Bits of fp32 are in the order of the numbers as long as those are positive, and as unsigned numbers the negative
     ones are above and the other way round. A maximum of three whole numbers is one instruction, of fp32 that takes

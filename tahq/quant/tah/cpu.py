@@ -1,11 +1,11 @@
-"""`tah` on the CPU in numba: two readings of the tensor, one of the stream, nothing of their size in between.
+"""`tah` on the CPU in numba: two passes over the tensor, one over the stream, no temporaries of their size.
 
-Encoding reads the tensor for its largest magnitudes and the sums that entropies are made of, and again to transform,
-round and pack, each tile while it is in the first-level cache. The largest magnitudes, which the first reading leaves
-for every tile, tell the second which tiles are not finite. Threads share ranges of tiles.
+Encoding reads the tensor for its largest magnitudes and the sums from which entropies follow, and again to transform,
+round and pack, each tile while it is in the first-level cache. The largest magnitude of every tile, which the first
+pass stores, tells the second which tiles are not finite. Threads share ranges of tiles.
 
-Streams equal those of `tah.reference` to the bit, but where two entropies at the border of the selection lie within
-rounding of each other; decoded values are equal always, NaN being NaN.
+Streams equal those of `tah.reference` to the bit, except where two entropies at the border of the selection differ by
+less than rounding; decoded values are always equal, NaN being NaN.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,7 @@ _MINUS_ZERO = 0x8000
 _ZERO, _ONE, _INFINITY = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
 _LARGEST, _EPSILON = np.finfo(np.float32).max, np.float32(EPSILON)
 _SURELY_BEYOND = np.float32(1.000001)
-"""1 + 2^−20, above all that three roundings of 2^−24 can take."""
+"""About 1 + 2^−20, more than three roundings of 2^−24 can add."""
 
 
 class TahField(NamedTuple):
@@ -163,7 +163,7 @@ def write_tiles(
     sections: TahSections,
     y: Fp32Array,
 ) -> None:
-    """Transform, quantise and pack tiles; all sections but the bit map, of which the pivots must be zeros.
+    """Transform, quantise and pack tiles: all sections except the bit map. The pivots must be zeros before.
 
     `y`, fp32 [G], is room for one tile.
     """
@@ -197,7 +197,7 @@ def _read(field: TahField, magnitude: np.int32, tile: int, y: Fp32Array) -> tupl
 
 @kernel
 def least_second(largest: np.float32, tau: np.float32) -> np.int32:
-    """Bits of a magnitude; where two exceed it, a₂ is one of them, and the tile has no outlier."""
+    """Bits of a magnitude such that a tile with two magnitudes above it has no outlier."""
     return bits_of((largest / tau) * _SURELY_BEYOND)
 
 
@@ -300,7 +300,7 @@ def is_sound(
     num_high: int,
     is_flagged: bool,
 ) -> bool:
-    """Whether `tah.stream.unpack` takes what the sections say, padding behind them aside.
+    """Whether `tah.stream.unpack` accepts the sections, apart from the padding behind them.
 
     `is_high` has all bits of the bit map; `num_high` of the n = `per_sample` of each of the B samples must be set.
     """
@@ -335,7 +335,7 @@ def _are_finite_or_marked(scale: NDArray[np.uint16], zero_point: NDArray[np.uint
 def read_tiles(field: TahField, is_high: ByteArray, first: int, stop: int, sections: TahSections, y: Fp32Array) -> None:
     """Write the values of tiles, times the field's factor; of marked ones, NaN. `y`, fp32 [G], is room for one tile.
 
-    The sections have passed `is_sound`: what is done with them stays inside of them.
+    The sections have passed `is_sound`, so no access leaves them.
     """
     grid, values, high_tiles = field.grid, field.values, _count_high(is_high, field.tiles_per_alloc, first)
     for tile in range(first, stop):

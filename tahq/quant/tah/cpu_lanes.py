@@ -1,9 +1,8 @@
-"""From a tile's planes to its values without a byte stored between: 64, 32 or 8 codes at a time.
+"""A tile's planes to its values and back, 64, 32 or 8 codes at a time, with everything between them in registers.
 
-Loops over the codes of a tile, one that gathers them from the planes, one that makes numbers of them, one that rounds
-these, take longer for what stands around such short loops than for their work. Here the number of lanes is known when
-the loop is compiled, and all between the planes and the tensor stays in registers. Written as LLVM's own vectors, so
-any processor runs it. Equal to `tah.reference` to the bit.
+Separate loops over the codes of a tile (gather them from the planes, convert, round) are so short that most of their
+time is overhead. Here the number of lanes is known at compile time. The code is written as LLVM vectors, so that any
+processor runs it. Equal to `tah.reference` to the bit.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from numba.extending import intrinsic
 
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import FP16, FP32, MAGNITUDE, TO_WHOLE, Fp32Array, Int16Array, Values
-from tahq.quant.cpu.planes import ByteArray, address, everywhere
+from tahq.quant.cpu.planes import ByteArray, address, splat
 
 _BIT, _BYTE, _HALF_WORD, _WORD = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _control: Any = cgutils  # neither of these two has types
@@ -36,7 +35,7 @@ class Planes(NamedTuple):
 
 
 class AffineMap(NamedTuple):
-    """What a code q stands for: (q·scale + zero_point)·factor, kept within ±largest."""
+    """The value of a code q: (q·scale + zero_point)·factor, clamped to ±largest."""
 
     scale: np.float32
     zero_point: np.float32
@@ -49,32 +48,32 @@ Reader = Callable[[Planes, int, AffineMap, Numbers, int], None]
 
 
 @kernel
-def read_values(planes: Planes, line: AffineMap, out: Numbers, start: int) -> None:
-    """What the G codes of a tile stand for, from out[start] on: fp32, or bits of bf16, to nearest even.
+def read_values(planes: Planes, affine: AffineMap, out: Numbers, start: int) -> None:
+    """Write the values of a tile's G codes from out[start] on: fp32, or bits of bf16, to nearest even.
 
-    No array's bounds are looked at.
+    No bounds are checked.
     """
     if planes.nbytes >= 8:
         for byte in range(0, planes.nbytes, 8):
-            _read_64(planes, byte, line, out, start + 8 * byte)
+            _read_64(planes, byte, affine, out, start + 8 * byte)
     elif planes.nbytes == 4:
-        _read_32(planes, 0, line, out, start)
+        _read_32(planes, 0, affine, out, start)
     else:
         for byte in range(planes.nbytes):
-            _read_8(planes, byte, line, out, start + 8 * byte)
+            _read_8(planes, byte, affine, out, start + 8 * byte)
 
 
 def _reader(lanes: int) -> Reader:
-    """reader(planes, byte, line, out, start): of each plane, the `lanes` bits from its byte `byte` on."""
+    """reader(planes, byte, affine, out, start): of each plane, the `lanes` bits from its byte `byte` on."""
 
-    def declare(typing_context: Any, planes: Any, byte: Any, line: Any, out: Any, start: Any) -> Any:
-        return types.void(planes, types.intp, line, out, types.intp), build
+    def declare(typing_context: Any, planes: Any, byte: Any, affine: Any, out: Any, start: Any) -> Any:
+        return types.void(planes, types.intp, affine, out, types.intp), build
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         planes_type, _, _, out_type, _ = signature.args
-        planes, byte, line, out, start = arguments
+        planes, byte, affine, out, start = arguments
         codes = _gather(context, builder, planes_type, planes, byte, lanes)
-        values = _numbers_of(builder, codes, line)
+        values = _numbers_of(builder, codes, affine)
         if out_type.dtype == types.int16:
             values = _to_bf16(builder, values)
         target = address(context, builder, out_type, out, start, values.type)
@@ -98,17 +97,17 @@ def _gather(context: Any, builder: Any, planes_type: Any, planes: Any, byte: Any
             bits = builder.load(address(context, builder, array_type, array, place, ir.IntType(lanes)), align=1)
             single = builder.load(weight)
             flags = builder.bitcast(bits, ir.VectorType(_BIT, lanes))
-            added = builder.select(flags, everywhere(builder, single, lanes), zeros)
+            added = builder.select(flags, splat(builder, single, lanes), zeros)
             builder.store(builder.or_(builder.load(codes), added), codes)
             builder.store(builder.add(single, single), weight)
     return builder.load(codes)
 
 
-def _numbers_of(builder: Any, codes: Any, line: Any) -> Any:
+def _numbers_of(builder: Any, codes: Any, affine: Any) -> Any:
     """fp32, each operation rounded by itself."""
     lanes = codes.type.count
     scale, zero_point, factor, largest = (
-        everywhere(builder, value, lanes) for value in _control.unpack_tuple(builder, line)
+        splat(builder, value, lanes) for value in _control.unpack_tuple(builder, affine)
     )
     whole = builder.zext(codes, ir.VectorType(_WORD, lanes))
     numbers = builder.fadd(builder.fmul(builder.sitofp(whole, scale.type), scale), zero_point)
@@ -121,7 +120,7 @@ def _to_bf16(builder: Any, numbers: Any) -> Any:
     """As `numbers.float_to_bf16`."""
     lanes = numbers.type.count
     bits = builder.bitcast(numbers, ir.VectorType(_WORD, lanes))
-    dropped, one, below_half = (everywhere(builder, _WORD(number), lanes) for number in (16, 1, 0x7FFF))
+    dropped, one, below_half = (splat(builder, _WORD(number), lanes) for number in (16, 1, 0x7FFF))
     to_even = builder.and_(builder.lshr(bits, dropped), one)
     rounded = builder.add(bits, builder.add(to_even, below_half))
     return builder.trunc(builder.lshr(rounded, dropped), ir.VectorType(_HALF_WORD, lanes))
@@ -137,10 +136,11 @@ _EXTENT = cast(Any, types).Tuple((types.int32, types.int32, types.intp))
 
 
 class Extent(NamedTuple):
-    """What is known of some values.
+    """The extremes of some values, as bits.
 
-    `largest` is the largest of their bits, of the largest value if one is not negative; `negative` that of their bits
-    without a sign, of the smallest value if one is negative; `beyond` how many magnitudes' bits exceed a limit.
+    `largest` is the maximum of their bits as signed numbers: those of the largest value unless all are negative.
+    `negative` is the maximum as unsigned numbers: the bits of the smallest value if any is negative. `beyond` counts
+    the magnitudes whose bits exceed a limit.
     """
 
     largest: np.int32
@@ -149,22 +149,22 @@ class Extent(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What a value v becomes: the whole number nearest to (v − zero_point)/scale, kept within 0 and levels."""
+    """The code of a value v: the whole number nearest to (v − zero_point)/scale, clamped to 0 … levels."""
 
     zero_point: np.float32
     scale: np.float32
     levels: np.float32
 
 
-NOTHING = Extent(np.int32(-0x80000000), np.uint32(0), 0)
+_EMPTY = Extent(np.int32(-0x80000000), np.uint32(0), 0)
 Scanner = Callable[[Numbers, int, np.float32, np.int32, Fp32Array, int], tuple[np.int32, np.int32, int]]
 Packer = Callable[[Fp32Array, Steps, Planes, int], None]
 
 
 @kernel
 def scan(values: Numbers, start: int, factor: np.float32, limit: np.int32, y: Fp32Array) -> Extent:
-    """y = values·factor, of fp32 or bits of bf16 from values[start] on; no bounds are looked at."""
-    extent = NOTHING
+    """y = values·factor, of fp32 or bits of bf16 from values[start] on; no bounds are checked."""
+    extent = _EMPTY
     if y.size >= 64:
         for at in range(0, y.size, 64):
             extent = _join(extent, _scan_64(values, start + at, factor, limit, y, at))
@@ -178,7 +178,7 @@ def scan(values: Numbers, start: int, factor: np.float32, limit: np.int32, y: Fp
 
 @kernel
 def is_scannable(values: Values, count: int, group: int) -> bool:
-    """Whether a tile of so many channels can be scanned where it lies: it has no filling, and is not of fp16."""
+    """Whether a tile of `count` channels can be scanned in place: it has no padding, and is not fp16."""
     return count == group and values.kind != FP16
 
 
@@ -205,7 +205,7 @@ def _join(extent: Extent, part: tuple[np.int32, np.int32, int]) -> Extent:
 
 @kernel
 def pack(y: Fp32Array, steps: Steps, planes: Planes) -> None:
-    """Write the planes of a tile's codes, the lowest bit first. No array's bounds are looked at."""
+    """Write the planes of a tile's codes, the lowest bit first. No bounds are checked."""
     if planes.nbytes >= 8:
         for byte in range(0, planes.nbytes, 8):
             _pack_64(y, steps, planes, byte)
@@ -227,11 +227,11 @@ def _scanner(lanes: int) -> Scanner:
         values, start, factor, limit, y, at = arguments
         words = ir.VectorType(_WORD, lanes)
         numbers = _load(context, builder, values_type, values, start, lanes)
-        numbers = builder.fmul(numbers, everywhere(builder, factor, lanes))
+        numbers = builder.fmul(numbers, splat(builder, factor, lanes))
         builder.store(numbers, address(context, builder, y_type, y, at, numbers.type), align=4)
         bits = builder.bitcast(numbers, words)
-        magnitudes = builder.and_(bits, everywhere(builder, _WORD(MAGNITUDE), lanes))
-        exceeds = builder.icmp_signed(">", magnitudes, everywhere(builder, limit, lanes))
+        magnitudes = builder.and_(bits, splat(builder, _WORD(MAGNITUDE), lanes))
+        exceeds = builder.icmp_signed(">", magnitudes, splat(builder, limit, lanes))
         beyond = builder.ctpop(builder.bitcast(exceeds, ir.IntType(lanes)))
         beyond = beyond if lanes == 64 else builder.zext(beyond, ir.IntType(64))
         parts = (_reduced(builder, "smax", bits), _reduced(builder, "umax", bits), beyond)
@@ -249,7 +249,7 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, start: Any, l
     if width == 32:
         return loaded
     wide = builder.zext(loaded, ir.VectorType(_WORD, lanes))
-    return builder.bitcast(builder.shl(wide, everywhere(builder, _WORD(16), lanes)), ir.VectorType(_SINGLE, lanes))
+    return builder.bitcast(builder.shl(wide, splat(builder, _WORD(16), lanes)), ir.VectorType(_SINGLE, lanes))
 
 
 def _reduced(builder: Any, operation: str, bits: Any) -> Any:
@@ -278,21 +278,21 @@ def _packer(lanes: int) -> Packer:
 def _codes_of(builder: Any, numbers: Any, steps: Any) -> Any:
     """A byte each; adding `TO_WHOLE` rounds to a whole number, whose bits are then the lowest."""
     lanes = numbers.type.count
-    zero_point, scale, levels = (everywhere(builder, value, lanes) for value in _control.unpack_tuple(builder, steps))
+    zero_point, scale, levels = (splat(builder, value, lanes) for value in _control.unpack_tuple(builder, steps))
     numbers, zeros = builder.fdiv(builder.fsub(numbers, zero_point), scale), numbers.type(None)
     numbers = builder.select(builder.fcmp_ordered(">", numbers, zeros), numbers, zeros)
     numbers = builder.select(builder.fcmp_ordered("<", numbers, levels), numbers, levels)
-    rounded = builder.fadd(numbers, everywhere(builder, _SINGLE(float(TO_WHOLE)), lanes))
+    rounded = builder.fadd(numbers, splat(builder, _SINGLE(float(TO_WHOLE)), lanes))
     return builder.trunc(builder.bitcast(rounded, ir.VectorType(_WORD, lanes)), ir.VectorType(_BYTE, lanes))
 
 
 def _scatter(context: Any, builder: Any, planes_type: Any, planes: Any, byte: Any, codes: Any) -> None:
-    """The k-th plane gets bit k of the codes: the highest first, each in its turn where a byte has its sign."""
+    """Write bit k of the codes to the k-th plane, highest first: each bit in turn is shifted to the byte's sign."""
     low_type, _, _, high_type, *_ = planes_type.types
     low, low_at, num_low, high, high_at, num_high, nbytes = _control.unpack_tuple(builder, planes)
     lanes, one = codes.type.count, num_low.type(1)
     unused = builder.trunc(builder.sub(num_low.type(8), builder.add(num_low, num_high)), _BYTE)
-    left = _control.alloca_once_value(builder, builder.shl(codes, everywhere(builder, unused, lanes)))
+    left = _control.alloca_once_value(builder, builder.shl(codes, splat(builder, unused, lanes)))
     for array_type, array, at, count in ((high_type, high, high_at, num_high), (low_type, low, low_at, num_low)):
         with _control.for_range(builder, count) as loop:
             plane = builder.sub(builder.sub(count, one), loop.index)

@@ -1,9 +1,9 @@
-"""Which allocation tiles get H bits, on the CPU: entropies from one reading, which also finds the magnitudes.
+"""Which allocation tiles get H bits, on the CPU: entropies from one pass, which also finds the magnitudes.
 
 H = −Σ p·log2(p + 1e-12), p = |a|/(S + 1e-12), S = Σ|a| (TAH-Quant §3.2, Eqs. 1 and 2; in bits here, as only the
-order matters) is r·(log2 S − Σ|a|·log2|a| / S − log2 r) with r = S/(S + 1e-12), but for less than 1e-12 a value. Both
+order matters) is r·(log2 S − Σ|a|·log2|a| / S − log2 r) with r = S/(S + 1e-12), up to less than 1e-12 per value. Both
 sums are taken of a tile that is scaled by its own power of two, so they need not wait for that of the tensor, which
-enters with r; and what remains, a few logarithms a tile, is done for many tiles at once.
+enters with r; the rest, a few logarithms per tile, is done for many tiles at once.
 """
 
 from typing import NamedTuple
@@ -162,9 +162,9 @@ def measure_and_sum(
 
 @estimate
 def entropies(sums: Sums, exponent: int, out: Fp32Array) -> None:
-    """H of each allocation tile as it is coded, times 2^exponent, which takes no value to 2^11: in bits, by 2^−20.
+    """H of each allocation tile times 2^exponent, as it is coded (no value reaches 2^11), in bits, rounded to 2^−20.
 
-    Rounding makes tiles that differ in their scale only, by what factor ever, rank as equals.
+    Owing to the rounding, tiles that differ only by a factor rank as equals.
     """
     for i in range(out.size):
         total = sums.total[i]
@@ -178,7 +178,7 @@ def entropies(sums: Sums, exponent: int, out: Fp32Array) -> None:
 _DIGIT_BITS = 11
 NUM_COUNTS = 1 << _DIGIT_BITS
 _LEVELS = 3
-"""Of digits, from the highest: 33 bits hold the 32 of a float."""
+"""Digits of a key, highest first: 33 bits hold the 32 of a float."""
 
 
 @kernel
@@ -207,7 +207,7 @@ def mark_smallest(
 
 @kernel
 def _border(values: Fp32Array, start: int, length: int, count: int, counts: NDArray[np.int64]) -> tuple[int, int]:
-    """The key of the first value that does not all belong to the smallest, and how many equal to it still do."""
+    """The key at the border (the value of rank `count`), and how many values equal to it belong to the smallest."""
     prefix, left = 0, count
     for level in range(_LEVELS):
         shift = (_LEVELS - 1 - level) * _DIGIT_BITS

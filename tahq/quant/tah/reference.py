@@ -1,9 +1,9 @@
 """TAH-Quant's arithmetic, transcribed from the paper in plain torch; every other backend answers to it.
 
-Shape letters: B samples, S tokens, M tiles per token, G channels per tile (a power of two), R tiles an
+Shape letters: B samples, S tokens, M tiles per token, G channels per tile (a power of two), R tiles per
 allocation tile, n allocation tiles per sample. Everything is fp32 and runs on the tensor's device. Encoding
-asks the device nothing: no shape depends on data, but on CPU, where it costs no synchronisation, only the
-tiles with an outlier are transformed.
+never synchronises the device: no shape depends on data, except on the CPU, where only the tiles with an
+outlier are transformed.
 
 Equal to the bit on every device, as all of it is single IEEE operations in a fixed order: exponent,
 outlier test, transform, scale, zero-point, codes, decoded values. Entropies are sums of logarithms and
@@ -31,7 +31,9 @@ def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1
 
 
 def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The tensor of an accepted stream: (q·s + z), transformed back where flagged, times 2^−e; raises as `unpack`.
+    """The tensor of an accepted stream: (q·s + z), transformed back where flagged, times 2^−e.
+
+    Raises CodecError for anything that no encoder writes, see `unpack`.
 
     q·s is exact (8 + 11 bits of significand), so a fused multiply-add gives the same.
     """
@@ -146,7 +148,7 @@ def transform_(y: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
 
 
 def _worth_transforming(transformed: torch.Tensor) -> torch.Tensor:
-    """Indices of a superset of the marked tiles: just these on CPU, all where asking would synchronise."""
+    """Indices of a superset of the marked tiles: only these on the CPU, all tiles where asking would synchronise."""
     if transformed.device.type == "cpu":
         return transformed.flatten().nonzero().squeeze(-1)
     return torch.arange(transformed.numel(), device=transformed.device)

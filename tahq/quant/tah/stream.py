@@ -23,7 +23,7 @@ SIGN = -(2**15)
 
 @dataclass(frozen=True, slots=True)
 class TahTiles:
-    """What a TAH stream says, tile by tile; [B, S, M] unless noted. What is coded is x·2^e, e without dimensions.
+    """The content of a TAH stream, tile by tile, [B, S, M] unless noted; coded is x·2^e, e without dimensions.
 
     `high`, bool [B, n], marks allocation tiles with H bits. `scale`, fp16, is 0 where the tile is constant or not
     finite; `zero_point`, fp16, NaN where it is not finite. `pivot`, uint8, is the channel swapped with channel 0, else
@@ -43,8 +43,8 @@ class TahTiles:
 class TahLayout(stream.Layout):
     """Everything about a stream that the shape and the spec decide.
 
-    An allocation tile is `tiles_per_alloc` consecutive quantisation tiles of one token; the bit map has a
-    bit for each allocation tile, everything else is there once a quantisation tile.
+    An allocation tile is `tiles_per_alloc` consecutive quantisation tiles of one token; the bit map has one
+    bit per allocation tile, all other sections have one entry per quantisation tile.
 
     Attributes:
         tiles_per_alloc: R = A/G.
@@ -94,13 +94,13 @@ class TahLayout(stream.Layout):
     def even_share(self) -> Fraction:
         """1 − p, or a fraction of a denominator of at most n with the same ⌊i·(1−p)⌋ for every i up to n.
 
-        What `adaptive=off` spreads by; however p is written, its products with n fit 64 bits.
+        `adaptive=off` spreads L bits by this share, whose products with n fit 64 bits however p is written.
         """
         return _below(1 - self.spec.int4, max(self.allocs_per_sample, 1))
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """[B, S, M], the shape of what there is once a tile."""
+        """[B, S, M], the shape of per-tile numbers."""
         return self.tiling.num_samples, self.tiling.tokens_per_sample, self.tiling.tiles_per_token
 
 
@@ -135,7 +135,7 @@ def _below(share: Fraction, largest_denominator: int) -> Fraction:
 
 
 def tile_by_tile(of_allocs: torch.Tensor, tiles_per_alloc: int) -> torch.Tensor:
-    """What holds for allocation tiles [B, n], for each of their tiles: [B, n·R]."""
+    """Repeat numbers of allocation tiles [B, n] for each of their tiles: [B, n·R]."""
     return of_allocs.unsqueeze(-1).expand(-1, -1, tiles_per_alloc).flatten(1)
 
 

@@ -1,13 +1,13 @@
 """`tah` on CUDA in Triton: the launches for every shape, and the kernels of a decoder.
 
-Streams equal the reference's except which of two allocation tiles gets H bits where their entropies lie
+Streams equal the reference's except for which of two allocation tiles gets H bits where their entropies lie
 within 1e-5 of each other; decoded values are equal to the bit. Encoding is five kernels (seven, where a sample
 has more than 32,768 allocation tiles) and never synchronises. Decoding is two, then waits for the verdict.
 Kernels are specialised on the spec, on types, on whether tiles are padded and on the size class of a
 sample, never on data.
 
 A decoder trusts nothing. Its first kernel counts the bits of the bit map, so that every allocation tile knows its place
-among those with H bits, and looks at what is outside of the tiles. The second turns tiles into values. `work` holds the
+among those with H bits, and checks what is outside the tiles. The second turns tiles into values. `work` holds the
 verdict, a word per sample that is not 0 where its bit map is wrong, and the places. Whatever the buffer holds, no byte
 outside it is read: places beyond the number of H-bit tiles are taken for L bits, and nothing else in a stream is an
 address.
@@ -49,9 +49,9 @@ ENCODED_PER_WARP = 1024
 MEASURED_ELEMENTS, MEASURING_WARPS = 4096, 4
 """Of a program of the first kernel."""
 MOST_REGISTERS = 80
-"""Of a thread that codes up to four bits: it would take a few more, but so more of them run at a time."""
+"""Per thread in kernels for up to four bits: they would use a few more, but with fewer, more of them run at a time."""
 MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
-"""Of the kernels that code: more than a device holds at a time, as blocks with tiles to be coded alone take longer."""
+"""Of the kernels that code: more than a device holds at a time, as some blocks take longer (tiles coded one by one)."""
 ALLOCS_PER_PROGRAM = 2048
 _DAMAGED, _MARKED = tl.constexpr(DAMAGED), tl.constexpr(MARKED)
 _ALLOCS = tl.constexpr(ALLOCS_PER_PROGRAM)
@@ -206,7 +206,7 @@ def _load_codes(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Codes fp32 [BYTES, T, words, 8] of the tiles `is_wanted` [T], 0 of others; see `triton_tile._store_planes`."""
+    """Codes fp32 [BYTES, T, words, 8] of the tiles `is_wanted` [T], 0 of others; see `triton_encode._store_words`."""
     codes = _load_four(low_buf, high_buf, place, is_wanted, 0, T, G, BYTES, LOW, HIGH)
     if HIGH > 4:
         codes |= _load_four(low_buf, high_buf, place, is_wanted, 4, T, G, BYTES, LOW, HIGH) << 4
@@ -225,7 +225,7 @@ def _pivots(buf, tiles, num_tiles, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(pointers, y, is_real, after, is_safe):
-    """Values times `after`; where that is 1, none is too large for bf16 and fp32."""
+    """Store values times `after`; where that is 1 (`is_safe`), no value is too large for bf16 or fp32."""
     if is_safe and pointers.dtype.element_ty != tl.float16:
         tl.store(pointers, y.to(pointers.dtype.element_ty), mask=is_real)
     else:
@@ -259,8 +259,8 @@ def values_kernel(
 ):
     """Values of all tiles, and the rest of the verdict.
 
-    Of all but very large and very small tensors, steps and zero-points are multiplied by the power of two, not values:
-    nothing is rounded by that, or too large for fp32 and bf16.
+    Except in very large and very small tensors, steps and zero-points are multiplied by the power of two, not values:
+    that rounds nothing, and no value is too large for fp32 and bf16.
     """
     exponent = tl.load(buf + 5).to(tl.int8, bitcast=True).to(tl.int32)
     is_safe = tl.abs(exponent) <= _SAFE_EXPONENT

@@ -1,8 +1,8 @@
 """`tah` on CUDA, an encoder's first and last kernel: one measures tiles, the other writes the whole stream.
 
 Most tiles have no outlier, and no quotient near the middle of two codes. A block's tiles of that kind are coded
-together, a thread having whole words of planes for itself, by one fused multiply-add a channel; the others one after
-the other, exactly (`tah.triton_tile`). Which way a tile takes changes no bit of the stream.
+together, a thread having whole words of planes for itself, by one fused multiply-add per channel; the others one after
+the other, exactly (`tah.triton_tile`). Which path a tile takes changes no bit of the stream.
 
 Shape letters: T tiles of a block, G channels per tile. Of a block [BYTES, T, words, 8], see `gpu.words.locate_words`.
 """

@@ -1,13 +1,13 @@
 """Which allocation tiles get H bits, on CUDA: an exact selection by rank, without sorting.
 
 A tile's entropy becomes a whole number, its key: ⌊H·2^20⌋, below 2^24, so that a rank is found by counting keys.
-(Entropies closer than 2^-20 may so be taken for equal, and then the lower index ranks first, as of equal ones; sums of
-logarithms in fp32 are not more exact than that.) What is looked for is the border: the key of rank ⌊(1−p)·n⌋, and how
-many of the keys that equal it get L bits. Up to `MAX_KEYS_IN_REGISTERS` tiles per sample, one program per sample holds
+(Entropies closer than 2^-20 may count as equal, and then the lower index ranks first; sums of logarithms in fp32 are
+no more exact than that.) The kernels look for the border: the key of rank ⌊(1−p)·n⌋, and how many of the keys equal to
+it get L bits. Up to `MAX_KEYS_IN_REGISTERS` tiles per sample, one program per sample holds
 all keys and bisects; beyond, histograms of the keys' bytes are counted, one byte after the other. Then every block
-of keys is told how many above the border, and how many at it, lie in the blocks before.
+of keys learns how many keys above the border, and how many at it, lie in the blocks before.
 
-What is left is, for every allocation tile, its place among those with H bits, or −1 for L bits. Shape letters: n
+The result is the place of every allocation tile among those with H bits, or −1 for L bits. Shape letters: n
 allocation tiles per sample.
 """
 

@@ -1,8 +1,8 @@
-"""`tah` on CUDA, one tile at a time: what encoder and decoder do with tiles that their fast paths leave out.
+"""`tah` on CUDA, one tile at a time: the tiles that the fast paths of encoder and decoder leave out.
 
-Of an encoder that are tiles with an outlier, which the transform may spread; tiles with a quotient so near the middle
-of two codes that only the exact division tells which, or with one to be clamped; and tiles that are not finite or not
-full; of a decoder, the transformed ones. All of a program's threads work on the one tile, [1, G].
+For an encoder these are tiles that may have an outlier; tiles with a quotient so near the middle of two codes that only
+the exact division decides, or that must be clamped; and tiles that are not finite or not full. For a decoder they are
+the transformed tiles. All threads of a program work on one tile, [1, G].
 """
 
 import triton
@@ -39,7 +39,7 @@ def scale_and_zero_point(smallest, largest, is_high, LOW: tl.constexpr, HIGH: tl
     """fp16 bits [T], as int32, of (max − min)/(2^b − 1) and of the minimum; neither is ever −0.
 
     A product with the inverse, corrected once by what is left over, is the correctly rounded quotient for every
-    dividend and every divisor of 2 to 8 bits (a test looks at all of them), as long as nothing is subnormal: then the
+    dividend and every divisor of 2 to 8 bits (a test tries all of them), as long as nothing is subnormal: then the
     scale is 0 anyway.
     """
     LOW_LEVELS: tl.constexpr = (1 << LOW) - 1.0
