@@ -117,7 +117,7 @@ def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | No
         return None
     resources = sorted(resources_of(step), key=lambda resource: resource.least_s, reverse=True)
     top = resources[0]
-    # the work that is done once per step, beside nothing else
+    # the work that is done once per step, with nothing beside it
     once_s = max(s.split.data_s + s.split.optimizer_s + s.split.snapshot_s + s.split.other_s for s in step.stages)
     if top.least_s + (0.0 if top.kind == "coordinator" else once_s) < EXPLAINS * step.step_time_s:
         return _latency_bound(step, max(resources, key=lambda resource: resource.busy_s))
@@ -133,7 +133,7 @@ def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | No
 
 
 def _advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
-    """What would make the busiest resource less so, and what would be next."""
+    """What would make the busiest resource less busy, and which one would be next."""
     if top.kind == "link":
         if facts is None or top.flow is None:
             return "fewer bits or a higher rate would help"
@@ -177,7 +177,7 @@ def _latency_bound(step: StepRecord, busiest: Resource) -> Diagnosis:
     more = "a greater `pipeline.in_flight` or more" if room > 0 else "more"
     sentence = (
         f"no resource is saturated: {busiest.name}, the busiest, is busy for {figures.share(share)} of the step, "
-        f"and for the rest micro-batches or the commit are on their way; {more} micro-batches per step would fill it"
+        f"and for the rest micro-batches or the commit are in transit; {more} micro-batches per step would fill it"
     )
     return Diagnosis("latency", share, sentence, f"latency, all below {figures.share(share)}")
 
@@ -218,7 +218,7 @@ def codec_advice(step: StepRecord, sender: int, facts: WireFacts) -> str:
         return f"no codec is cheaper than {present}, so only a higher rate would help"
     cheapest = min([*alone, *together], key=lambda choice: busiest_uplink_s(flows, choice.ratios))
     left = figures.share(busiest_uplink_s(flows, cheapest.ratios) / step.step_time_s)
-    return f"even {cheapest} would leave an uplink busy for {left} of what is now a step; a higher rate would help"
+    return f"even {cheapest} would leave an uplink busy for {left} of the present step; a higher rate would help"
 
 
 def _together(ladders: Mapping[Traffic, Sequence[tuple[str, float]]]) -> list[Choice]:
@@ -244,7 +244,7 @@ def _first_enough(choices: Sequence[Choice], step: StepRecord, flows: Sequence[F
         other = max(busy_s, key=busy_s.__getitem__, default=None)
         if other is not None and own_s <= busy_s[other]:
             share = figures.share(busy_s[other] / step.step_time_s)
-            return f"{choice} would bring it below {names[other]}, which then has the wire for {share}"
+            return f"{choice} would bring it below {names[other]}, which is then busy for {share} of the present step"
     return None
 
 
@@ -282,7 +282,7 @@ _BOUND = {"compute": "compute-bound", "codec": "bound by its codecs", "coordinat
 
 
 def flows_of(links: Sequence[LinkRecord]) -> list[Flow]:
-    """The links' traffic by sender, receiver and kind; where a transport tells no `wire_s`, by `sending_s`."""
+    """The links' traffic by sender, receiver and kind; where a transport does not measure `wire_s`, by `sending_s`."""
     flows: dict[tuple[int, int, Traffic], Flow] = {}
     for link in links:
         key = (link.sender, link.receiver, link.direction)

@@ -149,7 +149,7 @@ def _stage_object(stage: StageRecord) -> dict[str, Any]:
 
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:
-    """A validation loss as metrics.jsonl has it: nats per token, and e to their power."""
+    """A validation loss as metrics.jsonl has it: in nats per token, and as a perplexity."""
     values = {"tokens": record.tokens, "loss": record.loss, "perplexity": perplexity(record.loss)}
     values |= {"loss_raw": record.loss_raw, "perplexity_raw": perplexity(record.loss_raw)}
     return {name: _strict(value) for name, value in values.items()}
@@ -166,7 +166,7 @@ def perplexity(loss: float) -> float:
 def keep_until(path: Path, last_step: int) -> None:
     """Remove the lines of later steps from a metrics file, and lines that are damaged or not UTF-8.
 
-    The new content is on disk before it takes the old one's place. A file that is not there stays so.
+    The new content is on disk before it takes the old one's place. A missing file is not created.
     """
     if not path.exists():
         return
@@ -187,6 +187,6 @@ def _is_kept(line: bytes, last_step: int) -> bool:
         return False
     try:
         step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
     return isinstance(step, int) and step <= last_step

@@ -24,7 +24,7 @@ def read_lines(metrics: Path, value_of: Callable[[Any], Value], what: str) -> li
     """A value of each complete line, in order.
 
     A last line without a newline is left out: it is being written, or was cut by a kill or a full disk (`metrics.py`).
-    `value_of` makes the value of a line's JSON, or raises one of `WRONG`; `what` every line should have.
+    `value_of` makes the value of a line's JSON, or raises one of `WRONG`; messages name it as `what`.
 
     Raises:
         UserError: the file cannot be read, or one of its lines; with its number, from 1.

@@ -135,7 +135,7 @@ def screen(out: TextIO, history: RunHistory) -> RunObserver:
 
 
 class Announcer(RunObserver):
-    """Shows the history, which is told first; announces in a line each what is not part of the regular output."""
+    """Shows the history, which observes first; announces other events in one line each."""
 
     def __init__(self, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
         self._history = history
@@ -182,8 +182,8 @@ class PlainLines(Announcer):
     def __init__(self, stream: TextIO, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(history, clock)
         self._stream = stream
-        self._state = self._said = ("", "")
-        self._said_s = 0.0
+        self._state = self._printed = ("", "")
+        self._printed_s = 0.0
         self._devices: dict[int, str] = {}
 
     def opened(self, header: RunHeader) -> None:
@@ -194,7 +194,7 @@ class PlainLines(Announcer):
     def phase_changed(self, phase: str, detail: str) -> None:
         """Print the phase if it changed."""
         self._state = (phase, detail)
-        self._tell_state()
+        self._print_state()
 
     def stage_changed(self, status: StageStatus) -> None:
         """Print a stage's worker once its device is known."""
@@ -202,7 +202,7 @@ class PlainLines(Announcer):
             self._devices[status.stage] = status.device
             where = f"{status.host}, pid {status.pid}, {status.device}"
             self.announce(f"stage {status.stage}: {where}, {status.num_parameters:,} parameters")
-        self._tell_state()
+        self._print_state()
 
     def stage_left(self, stage: int) -> None:
         """Announce the next worker of this stage again."""
@@ -215,12 +215,12 @@ class PlainLines(Announcer):
             self.announce(step_line(record, self._history))
         super().step_committed(record)
 
-    def _tell_state(self) -> None:
+    def _print_state(self) -> None:
         (phase, detail), now_s = self._state, self._clock()
-        if phase == "over" or self._state == self._said:
+        if phase == "over" or self._state == self._printed:
             return
-        if phase != self._said[0] or (detail and now_s - self._said_s >= PATIENCE_S):
-            self._said, self._said_s = self._state, now_s
+        if phase != self._printed[0] or (detail and now_s - self._printed_s >= PATIENCE_S):
+            self._printed, self._printed_s = self._state, now_s
             self.announce(f"{phase}: waiting for {detail}" if detail else phase)
 
     def announce(self, line: str) -> None:

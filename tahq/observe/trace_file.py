@@ -1,7 +1,7 @@
 """A traced step as a file that ui.perfetto.dev and chrome://tracing open (Chrome's trace event format, JSON).
 
 A process of the picture is a worker, a thread one of its lanes: computing, threads that code, each link and direction
-that it sends on. Arrows follow a frame from where it was encoded over its way to where it was decoded. Times are
+that it sends on. Arrows follow a frame from its encoder over the wire to its decoder. Times are
 microseconds from the commit before the step, on the coordinator's clock; how far each worker's clock was off, and how
 well that is known, is in `otherData`. `trace_object` is pure; `TraceFiles` writes.
 """
@@ -22,7 +22,7 @@ from tahq.observe.metrics_reader import WRONG
 COORDINATOR_PID = 1
 FIRST_STAGE_PID = 2
 FLOW_ORDER = {"encode": 0, "send": 1, "decode": 2}
-"""Which spans an arrow goes through; a worker that waits for a frame is not on its way."""
+"""The spans that an arrow goes through; those of waiting for a frame are left out."""
 
 Event = dict[str, Any]
 
@@ -75,12 +75,12 @@ def trace_object(trace: StepTrace, start: int = 1) -> dict[str, Any]:
 
 
 def _place(event: Event) -> tuple[float, float]:
-    """Names first, then by time, what encloses before what it encloses."""
+    """Names first, then by time; of spans that begin together the longer first."""
     return event.get("ts", -math.inf), -event.get("dur", 0.0)
 
 
 def _lane_tids(stage: StageTrace) -> dict[str, int]:
-    """Numbers of the lanes: computing first, what is sent last, in between by name."""
+    """Numbers of the lanes: computing first, links last, the others in between by name."""
     lanes = {span.lane: span.category == "send" for span in stage.spans}
     order = sorted(lanes, key=lambda lane: (lane != "compute", lanes[lane], lane))
     return {lane: tid for tid, lane in enumerate(order, start=1)}
@@ -145,7 +145,7 @@ def _flows(by_frame: Mapping[str, list[tuple[int, Event]]], step: int) -> Iterat
 
 
 def _microseconds(seconds: float) -> float:
-    """To the nanosecond."""
+    """Microseconds, rounded to the nanosecond."""
     return round(1e6 * seconds, 3)
 
 
@@ -154,29 +154,29 @@ Picture = Mapping[str, Any]
 
 
 def read_picture(path: Path) -> dict[str, Any]:
-    """A step's picture, as `TraceFiles` wrote it; UserError if it cannot be read, or is not whole."""
+    """A step's picture, as `TraceFiles` wrote it; UserError if it cannot be read, or is incomplete."""
     try:
         picture: dict[str, Any] = json.loads(path.read_bytes())
         int(picture["otherData"]["step"])
-        merged([picture])  # looks at everything that it is used for
+        merged([picture])  # reads all that is used of it
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except WRONG as error:
-        raise UserError(f"{path} is not the whole picture of a step ({type(error).__name__}: {error})") from error
+        raise UserError(f"{path} is not a complete picture of a step ({type(error).__name__}: {error})") from error
     return picture
 
 
 def merged(pictures: Sequence[Picture]) -> dict[str, Any]:
     """Steps of a run as one picture; of several, `otherData.steps` has the `otherData` of each.
 
-    There is one at least. Each start of the run has processes of its own, behind those of the starts before: its clock
-    may be another.
+    `pictures` is not empty. Each start of the run has its own processes, after those of earlier starts, as its clock
+    may be another. Within a start, steps keep their times, even if the run turned back and traced a step again.
     """
     starts = [list(drawn) for _, drawn in groupby(sorted(pictures, key=_start), key=_start)]
     events = _Events()
     for drawn in starts:
         prefix = f"start {_start(drawn[0])}: " if len(starts) > 1 else ""
-        begin_us, origin_s = events.end_us, drawn[0]["otherData"]["begin_s"]
+        begin_us, origin_s = events.end_us, min(picture["otherData"]["begin_s"] for picture in drawn)
         for picture in drawn:
             events.add(picture, prefix, begin_us + _microseconds(picture["otherData"]["begin_s"] - origin_s))
     steps = [picture["otherData"] for drawn in starts for picture in drawn]

@@ -78,7 +78,7 @@ def test_damaged_trace_is_named_and_the_others_are_written(run, tmp_path, capsys
     print_trace(run, None, tmp_path / "all.json")
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].startswith(f"{tmp_path}/all.json: step 3,")
-    assert printed.err.startswith(f"tahq trace: {damaged} is not the whole picture of a step (")
+    assert printed.err.startswith(f"tahq trace: {damaged} is not a complete picture of a step (")
     assert printed.err.endswith("); it is left out\n")
-    with pytest.raises(UserError, match=rf"{damaged} is not the whole picture"):
+    with pytest.raises(UserError, match=rf"{damaged} is not a complete picture"):
         print_trace(run, 2, tmp_path / "two.json")

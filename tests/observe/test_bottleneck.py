@@ -59,7 +59,7 @@ ADVICE = [
     (
         stages(1.0, 1.0, 1.0),
         [(2, 1, "gradients", 9.0), (0, 1, "activations", 4.0)],
-        "`eden:bits=3` would bring it below link 0→1, activations, which then has the wire for 40 %",
+        "`eden:bits=3` would bring it below link 0→1, activations, which is then busy for 40 %",
     ),
     # gradients are at 1 bit already; with fewer bits for activations their 3 s go below the 5 s of computing
     (
@@ -78,7 +78,7 @@ ADVICE = [
         stages(0.1, 0.1, 0.1),
         [(a, b, "activations", 4.0) for a, b in ((0, 1), (1, 2))]
         + [(b, a, "gradients", 4.0) for a, b in ((0, 1), (1, 2))],
-        "even `wf:bits=1` with `eden:bits=1` would leave an uplink busy for 16 % of what is now a step",
+        "even `wf:bits=1` with `eden:bits=1` would leave an uplink busy for 16 % of the present step",
     ),
     (
         stages(2.0, 2.0, 2.0),

@@ -148,7 +148,17 @@ def test_continued_run_appends_after_its_checkpoint(path, record, end):
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"null\n", b"[]\n", b'{"a": 1}\n', b"\n", b'{"step": "2"}\n', b'{"step": "\xff"}\n', b'{"step": 2, "lo']
+    "garbage",
+    [
+        b"null\n",
+        b"[]\n",
+        b'{"a": 1}\n',
+        b"\n",
+        b'{"step": "2"}\n',
+        b'{"step": "\xff"}\n',
+        b'{"step": 2, "lo',
+        pytest.param(b"[" * 100_000 + b"\n", id="brackets"),
+    ],
 )
 def test_lines_that_are_no_steps_are_removed(path, garbage):
     path.write_bytes(b'{"step": 1}\n' + garbage)

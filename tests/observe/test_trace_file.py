@@ -127,6 +127,13 @@ def test_each_start_of_a_run_has_processes_of_its_own_after_those_before(begin_s
     assert steps == {"step 5": (1, 0.0), "step 6": (1, pytest.approx(30_000)), "step 9": (4, pytest.approx(50_000))}
 
 
+def test_step_that_was_traced_again_after_the_run_turned_back_keeps_its_time():
+    picture = merged(drawn(trace(5, 160.0), trace(6, 100.03)))
+    check_format(picture)
+    steps = [(event["name"], event["ts"]) for event in events(picture, "X") if event["cat"] == "step"]
+    assert steps == [("step 6", 0.0), ("step 5", pytest.approx(59_970_000))]
+
+
 def test_each_step_is_a_file(tmp_path):
     files = TraceFiles(tmp_path / "trace", start=2)
     for step in (5, 6):
