@@ -119,14 +119,18 @@ def worker(
 
     Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
     """
+    from tahq.comm.zmq.addresses import parse_address
     from tahq_launch.start import run_keys, worker_lifetime
 
     if no_curve and (key is not None or coordinator_key is not None):
-        raise typer.BadParameter("it excludes --key and --coordinator-key", param_hint="--no-curve")
+        raise typer.BadParameter("cannot be combined with --key or --coordinator-key", param_hint="--no-curve")
     if spare and (stage is not None or takeover):
         raise typer.BadParameter("a spare takes any stage that needs a worker; leave out --stage and --takeover")
     if takeover and stage is None:
         raise typer.BadParameter("--takeover needs --stage, the stage to take")
+    for option, address in (("--peer", peer), ("--bind", bind), ("--advertise", advertise)):
+        if address is not None and (option, address) != ("--advertise", "none"):
+            parse_address(address, option)
     credentials = None
     if not no_curve:
         by_hand = run_keys.keys_by_hand
@@ -136,8 +140,19 @@ def worker(
         from tahq.worker.control import WorkerOptions
         from tahq.worker.main import run_worker  # not before the fork: it starts threads
 
-        place = (-1 if stage is None else stage, peer, bind, advertise, device, worker_id, takeover and is_first)
-        return run_worker(WorkerOptions(*place, credentials, spare, replaces_host=takeover))
+        options = WorkerOptions(
+            stage=-1 if stage is None else stage,
+            peer=peer,
+            bind=bind,
+            advertise=advertise,
+            device=device,
+            worker_id=worker_id,
+            takeover=takeover and is_first,
+            credentials=credentials,
+            spare=spare,
+            replaces_host=takeover,
+        )
+        return run_worker(options)
 
     launched = die_with_launcher or exit_with_stdin
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
@@ -147,9 +162,6 @@ def worker(
         worker_lifetime.exit_with_stdin()
     if launched:
         return serve("", True)
-    from tahq.comm.zmq.addresses import parse_address
-
-    parse_address(peer, "coordinator")  # a mistake is reported once, not by every child
     log.info("dialling %s …", peer)  # before the child, which imports torch first
 
     def child(worker_id: str, is_first: bool) -> int:

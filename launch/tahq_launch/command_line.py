@@ -6,6 +6,7 @@
 - The exit status is the error class's (`tahq.errors`); any other exception is status 1.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from tahq.errors import TahqError, UserError, message_of
+from tahq.errors import TahqError, UserError, brief, message_of
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CLUSTER.YAML", help="Configuration of the run, e.g. launch/examples/demo.yaml.")
@@ -54,8 +55,9 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
-        hint = "" if "--help" in error.format_message() else f" (see {program} --help)"
-        return _print_error(program, error.format_message().rstrip(".") + hint, error.exit_code)
+        message = message_of(UserError(error.format_message().rstrip(".")))  # without overlong words
+        hint = "" if "--help" in message else f" (see {program} --help)"
+        return _print_error(program, message + hint, error.exit_code)
     except Exception as error:
         return report_error(program, error, debug="--debug" in arguments)
     return status if isinstance(status, int) else 0
@@ -65,6 +67,8 @@ def report_error(program: str, error: Exception, *, debug: bool) -> int:
     """Print an error as `run_app` does; returns the exit status."""
     if debug:
         traceback.print_exception(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # only users make such names
+        error = UserError(f"{error.strerror}: {brief(str(error.filename))}")
     if isinstance(error, TahqError):
         log.debug("ended by", exc_info=error)
         return _print_error(program, message_of(error), error.exit_status)
@@ -97,7 +101,7 @@ def log_to_stderr(level: int, *, is_log: bool) -> None:
 
 
 def announce(line: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line without buffering, also into a pipe."""
     print(line, flush=True)
 
 

@@ -73,6 +73,7 @@ def test_every_program_is_installed(program):
         (["tahq-worker", "--no-curve", "--key", "a", "--peer", "127.0.0.1:1"], "--no-curve"),
         (["tahq-worker", "--stage", "one", "--peer", "127.0.0.1:1"], "--stage"),
         (["tahq", "lunch"], "lunch"),
+        (["tahq", "x" * 100_000], "xxx… (100,0"),
         (["tahq", "export", "runs/a", "b", "--shard-size", "4 potatoes"], "--shard-size"),
     ],
 )
@@ -85,6 +86,8 @@ def test_wrong_command_line_is_one_line_and_points_to_the_help(tahq, arguments, 
     [
         (["tahq-launch", "nowhere.yaml"], "tahq-launch: nowhere.yaml does not exist"),
         (["tahq-worker", "--peer", "somewhere"], "host:port"),
+        (["tahq-worker", "--peer", "127.0.0.1:9", "--bind", "7001"], "--bind: '7001' is not an address"),
+        (["tahq-launch", "namespaces.yaml", "--set", f"run.dir={'x' * 1000}"], "File name too long: xxx"),
         (["tahq-worker", "--peer", "127.0.0.1:9", "--key", "no.secret"], "no key at no.secret; make one with `tahq"),
         (["tahq-worker", "--peer", "127.0.0.1:9", "--coordinator-key", "12ab"], "--coordinator-key: expected a pub"),
         (["tahq", "export", "runs/nothing", "out"], "runs/nothing is not a run's folder"),

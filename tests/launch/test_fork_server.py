@@ -102,7 +102,7 @@ def test_killed_server_takes_its_workers_along_and_starts_no_more(forks, tmp_pat
     os.kill(pid_of(forks), signal.SIGKILL)
     assert forks.status_of(pid, 30) == -signal.SIGKILL
     wait_until_gone([pid])
-    message = r"was killed by signal 9, so that no tahq stage 3 can be started; .*--resume"
+    message = r"was killed by signal 9, so the worker of stage 3 cannot be started; .*--resume"
     with pytest.raises(PeerLostError, match=message):
         start(forks, tmp_path, "leave", "0")
     forks.import_modules(("wave",))

@@ -60,7 +60,7 @@ def test_killing_a_child_kills_its_own_children(tmp_path):
 
 
 @pytest.mark.parametrize(("program", "end"), [("print('no\\n\\nluck\\n');", "ends with: luck"), ("", "is empty")])
-def test_fleet_reports_each_exit_once_with_status_and_last_words_of_this_start(tmp_path, program, end):
+def test_fleet_reports_each_exit_once_with_status_and_last_line_of_this_start(tmp_path, program, end):
     exited, log = Mock(), tmp_path / "stage-1.log"
     log.write_text("the end of an earlier start\n")
     with Fleet(exited) as fleet:

@@ -213,3 +213,11 @@ def test_mistake_is_one_line(plan, tmp_path, arguments, message):
     (tmp_path / "bad.yaml").write_text("hosts:\n  - name: a\n    compute: [{micro_bach: 2}]\n")
     (tmp_path / "small.yaml").write_text(NUMBERS.replace("4GB", "1kB").split("  - name: host1")[0])
     assert_one_line(plan(SLEEPING, *arguments), 2, message)
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "message"),
+    [(2, "no host host2 in cluster.yaml, which lists host0, host1"), (4, "numbers.yaml has no numbers for host host3")],
+)
+def test_host_that_only_one_file_knows_is_named(plan, num_hosts, message):
+    assert_one_line(plan(listed(num_hosts), numbers=NUMBERS), 2, message)

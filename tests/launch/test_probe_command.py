@@ -15,7 +15,7 @@ from tahq.errors import ConfigError, UserError
 from tahq.pipeline.cut_model import ProbedWire
 from tahq.pipeline.gradient_probe import ErrorSums, GradientProbe, StepErrors, WireResult
 from tahq_launch.analysis import probe as probe_command
-from tahq_launch.analysis.probe import Progress, gradients_of, sentence
+from tahq_launch.analysis.probe import Progress, error_rows, gradients_of, sentence
 from tahq_launch.analysis.probe_setup import ProbeRequest, open_setup, parse_wire
 
 from .conftest import TWO_STAGES, assert_one_line
@@ -166,6 +166,11 @@ def test_weights_of_a_folder_are_read(run, tmp_path):
     assert all(torch.equal(p, run.weights[name]) for name, p in setup.model.parameters.items())
 
 
+def test_another_model_than_the_checkpoints_is_refused(run, probe):
+    outcome = probe("--resume", "--set", f"run.dir={run.folder.parent}", "--set", "model.num_heads=4")
+    assert_one_line(outcome, 2, "model.num_heads")
+
+
 @pytest.mark.acceptance
 def test_run_of_low_rank_weights_is_probed_from_its_export_only(tmp_path):
     low_rank = {**TWO_STAGES, "training": {**TWO_STAGES["training"], "optimizer": "qgalore", "qgalore": {"rank": 8}}}
@@ -202,3 +207,9 @@ def result(*errors: float, mean: float | None = None) -> WireResult:
 def test_sentence_says_whether_the_assumption_holds(measured, expected):
     assert sentence(measured).startswith("tah:group=32 / fixed:bits=6: Assumption 4.4 ")
     assert expected in sentence(measured)
+
+
+def test_row_has_bits_and_errors():
+    """688 and 816 bytes for 1,024 elements; for M → ∞ (4 · 0.1 − 0.1 − 0.2) / 2 over (4 − 2) / 2; cosine 1/√1.2."""
+    (row,) = error_rows([result(0.1, 0.2, mean=0.1)], (2, 8, 64))
+    assert row == [1, "tah:group=32", "5.38", "fixed:bits=6", "6.38", "0.15", "0.2", "0.1", "0.05", "0.9129"]

@@ -33,7 +33,7 @@ the smallest cosine."""
 
 
 def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
-    """Measure, print the report, and write it as JSON if asked to; NonFiniteError for a gradient without codecs."""
+    """Measure and print the report, as JSON too if asked to; NonFiniteError if a plain gradient is not finite."""
     if json_path is not None:
         check_writable(json_path)
     try:
@@ -49,7 +49,7 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
     facts, results = _facts(setup, request, probed), collect(setup.wires, probed)
     _print_head(facts, setup.boundary)
     print("Relative error of the gradient, ‖ĝ − g‖² / ‖g‖²")
-    print_table(_ERROR_TITLES, _error_rows(results, setup.boundary), left=(1, 3))
+    print_table(_ERROR_TITLES, error_rows(results, setup.boundary), left=(1, 3))
     print("\nThe same by part of the model, over all batches")
     groups = [result.by_group() for result in results]
     rows = [[name, *(_number(group[name].relative) for group in groups)] for name in groups[0]]
@@ -142,7 +142,7 @@ def _print_head(facts: dict[str, Any], boundary: tuple[int, int, int]) -> None:
     )
 
 
-def _error_rows(results: Sequence[WireResult], boundary: tuple[int, int, int]) -> list[list[object]]:
+def error_rows(results: Sequence[WireResult], boundary: tuple[int, int, int]) -> list[list[object]]:
     """One row per wire; see `_ERROR_TITLES`."""
     rows = []
     for number, result in enumerate(results, start=1):
@@ -191,7 +191,7 @@ def _notes(results: Sequence[WireResult], num_batches: int, *, is_random: bool) 
         lines.append(
             "If a limit is exceeded, spend more bits on the direction that causes the error (--wire with `raw` for "
             "one direction shows which), or use fewer stages. Exceeding a limit does not prove that training fails, "
-            "nor keeping it that training succeeds: the loss decides."
+            "and keeping it does not prove that training succeeds: the loss decides."
         )
     if num_batches > 1:
         lines.append(

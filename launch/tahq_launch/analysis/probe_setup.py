@@ -43,7 +43,7 @@ from tahq_launch.start.run_folder import RunFolder
 
 RAW = "raw:dtype=fp32"
 PAPER_TILES = ("tah:group=64", "tah:group=32")
-_SEPARATOR = re.compile(r"\s*/\s*(?=[a-z])")  # the slash of int4=4/5 has a digit behind it
+_SEPARATOR = re.compile(r"\s*/\s*(?=[a-z])")  # the slash in int4=4/5 is followed by a digit
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
     for wire in wires:
         wire.codecs()  # refuses a codec that a probe cannot use
     device = compute_device(config, 0, request.device)
-    if config.run.threads is not None:  # sums in another order have other bits
+    if config.run.threads is not None:  # the order of sums changes their last bits
         torch.set_num_threads(config.run.threads)
     data, seed, start_step = StageData.load(config), config.run.seed, start.cursor.step
     batches = BatchSource(

@@ -57,7 +57,7 @@ def plan_cluster(
     for path in (write, json_path):
         if path is not None:
             check_writable(path)
-    # timing the layers is for a run; here the numbers say how long they take
+    # the layers' times come from the numbers, so do not time them here
     overrides = [*overrides, "pipeline.balance=counted"]
     with placed_errors(config_path, overrides):
         config = resolve_for_run(load_config(config_path, overrides))
@@ -130,7 +130,7 @@ def planned_config(
     values["links"] |= {"first": str(plan.first), "connections": max(config.links.connections, needed)}
     notes = _put_codecs(values, table.problem, plan)
     _put_hosts(config, values, table.problem, plan)
-    if values["model"]["sleep"] is not None:  # stages sleep as long as the plan has them compute
+    if values["model"]["sleep"] is not None:  # stages sleep for the compute times of the plan
         times = StageCosts.of(table, plan).times(np.array(plan.layers, dtype=float))
         for key, seconds in (("forward", times.forward), ("backward", times.backward)):
             values["model"]["sleep"][key] = [round(float(each), 9) for each in seconds]

@@ -68,7 +68,7 @@ class _DryRun:
         return "\n\n".join(part for part in parts if part)
 
     def _num_parameters(self, stage: int) -> int:
-        """Of all chunks of a stage, whatever their weights are stored as."""
+        """Parameters of all chunks of a stage, in whichever format their weights are stored."""
         chunks = (slice_parameters(self.spec, self.ranges[chunk]).values() for chunk in chunks_of(self.config, stage))
         return sum(math.prod(shape) for shapes in chunks for shape in shapes)
 
@@ -212,7 +212,7 @@ def installed_nbytes(device: torch.device) -> int:
 
 
 def _codecs(wire: WireConfig) -> list[str]:
-    """The codecs that a run begins with, and those that it may change to."""
+    """The codecs at the start of a run, and those that it may change to."""
     rungs = wire.rungs()
     return [
         f"  {direction}: {spec}" + (f", adapted to the link among {', '.join(rungs[direction])}" if wire.follow else "")

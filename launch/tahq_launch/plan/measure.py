@@ -33,7 +33,7 @@ _MOST_CONNECTIONS = 32
 
 
 def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) -> int:
-    """Measure, write the figures, and print them; () in the request leaves it to the configuration.
+    """Measure, write the figures, and print them; () in the request: as the configuration says.
 
     Returns 0; 3 if a worker was lost or a host could not reach another; 130 or 143 after a signal. The figures found so
     far are then written nevertheless, beside an older file rather than over it.
@@ -84,7 +84,7 @@ def _measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tup
         coordinator_options = replace(prepared.options, is_measuring=True, hosts=measured.names)
         return Coordinator(coordinator_options, server, _Lines(), measuring=measuring)
 
-    # Dividing by measured cost would time here what the workers are about to time there.
+    # Dividing by measured cost would time the layers here; the workers are about to do that.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
     start = replace(start, overrides=(*start.overrides, *own))
     status = run_stages(start, make_coordinator, restarts_workers=False)
@@ -114,7 +114,7 @@ def micro_batches_of(config: ClusterConfig) -> tuple[int, ...]:
 
 
 class _Lines(RunObserver):
-    """Prints one line for everything that begins."""
+    """Prints one line per event."""
 
     def __init__(self) -> None:
         self._detail = ""

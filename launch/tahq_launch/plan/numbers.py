@@ -40,7 +40,7 @@ def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) ->
         raise ConfigError(f"{source}: no host {unknown[0]} in cluster.yaml, which lists {', '.join(listed)}")
     missing = [name for name in listed if name not in known]
     if missing:
-        raise ConfigError(f"{source} has no numbers of host {missing[0]}; measure it, or remove it from hosts")
+        raise ConfigError(f"{source} has no numbers for host {missing[0]}; measure it, or remove it from hosts")
 
 
 def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> tuple[ClusterNumbers, tuple[str, ...]]:

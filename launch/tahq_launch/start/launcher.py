@@ -58,7 +58,7 @@ def launch(request: StartRequest) -> int:
 
 
 def serve(request: StartRequest) -> int:
-    """Run the coordinator alone, for workers that are started by hand; else as `launch`."""
+    """Run the coordinator alone, for workers that are started by hand; otherwise like `launch`."""
     return run_stages(request, partial(_training_coordinator, request), starts_workers=False)
 
 

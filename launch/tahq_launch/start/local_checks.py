@@ -1,7 +1,7 @@
 """Checks of a configuration against this machine, so that a run is not refused at its start.
 
-Files are found and not read, devices counted and not opened. Of machines that are listed in `hosts:` only those count
-as this one that are at a loopback address and not reached over ssh, which may begin in another folder.
+Files are looked up but not read, devices counted but not opened. Of the machines listed in `hosts:`, only those at a
+loopback address count as this one, and not those reached over ssh, which may start in another folder.
 """
 
 import socket
@@ -19,7 +19,7 @@ _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 
 
 def check_local(config: ClusterConfig) -> None:
-    """Find the data, devices and congestion control that the stages on this machine need; UserError names the lack."""
+    """Find the data, devices and congestion control that stages on this machine need; UserError if one is missing."""
     here = list(range(config.pipeline.stages))
     if isinstance(config.hosts, list):
         here = [n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)]

@@ -49,7 +49,7 @@ class StartRequest:
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """`overrides`, with those of the other options."""
+        """`overrides`, and those that `bind` and `advertise` stand for."""
         given = {"run.bind": self.bind, "run.advertise": self.advertise}
         return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
 
@@ -78,9 +78,9 @@ class PreparedRun:
 class Origin:
     """Where a run begins: at its first step, at a checkpoint, or where its killed coordinator was.
 
-    `notes` list differences from the run before, `warnings` why it does not resume from the newest checkpoint; `codecs`
-    are the links' codecs then. `next_sample` (the first of `start_step`) and the smallest `epoch` are known if this
-    coordinator replaces a killed one.
+    `notes` list changes to the configuration, `warnings` why it does not resume from the newest checkpoint; `codecs`
+    are the links' codecs at that point. `next_sample` (the first of `start_step`) and the smallest `epoch` are known if
+    this coordinator replaces a killed one.
     """
 
     run_id: int
@@ -199,7 +199,7 @@ def _log_file(path: Path, level: str) -> Iterator[None]:
 def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
     """The resolved configuration, and where the run continues: at the killed coordinator's step, or at a checkpoint.
 
-    SnapshotError if the configuration was changed as no resumed run can be, NothingToDoError if all steps are done.
+    SnapshotError for a change that a resumed run cannot take, NothingToDoError if all steps are done.
     """
     kept, problem = None, ""
     try:
@@ -217,7 +217,7 @@ def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[
 
 
 def _from_journal(journal: Journal, folder: RunFolder, kept: ClusterConfig) -> Origin | None:
-    """Continue where the coordinator was killed, if the journal's checkpoint is whole, from which lost stages begin."""
+    """Continue where the coordinator was killed; None unless the checkpoint that lost stages load is whole."""
     facts = journal.facts
     if facts.config_hash != config_hash(kept):
         return None

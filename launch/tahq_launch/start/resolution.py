@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with nothing left to the machine that reads it.
+    """The configuration with every value that machines could choose differently filled in.
 
     Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
     by counted or by measured cost, and the figures of `links.profile` and `links.measured`. Resolving twice
     changes nothing. UserError if profile, caps, tokenizer or model do not fit the rest.
     """
     config = resolve(with_measured(with_profile(config)))
-    _check_caps(config)
+    _check_uplinks(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
     ranges = divide(_costs(config, spec), config.pipeline.num_chunks, config.pipeline.layers)
@@ -52,7 +52,8 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"model": model, "pipeline": pipeline})
 
 
-def _check_caps(config: ClusterConfig) -> None:
+def _check_uplinks(config: ClusterConfig) -> None:
+    """Refuse caps that are shares of unknown rates; warn if `links.first` cannot take effect."""
     stages = range(config.pipeline.stages)
     shapings = [host_shaping(config.links, config.hosts, stage, len(stages)) for stage in stages]
     free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf and not config.has_group(stage)]

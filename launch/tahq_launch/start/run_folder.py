@@ -4,7 +4,7 @@
 
     config.yaml      the configuration as resolved       snapshots/  checkpoints to resume and export from
     metrics.jsonl    one object per step                 logs/       launcher.log, stage-N.log
-    trace/           step-000010.json: pictures of the steps of run.trace_steps
+    trace/           step-000010.json: traces of the steps of run.trace_steps
     journal.sqlite   state for a restarted coordinator
     network.json     under hosts: namespaces, the network and its measurements before each start
     source/          what `tahq export` needs of model.path and data.tokenizer
@@ -92,7 +92,7 @@ class RunFolder:
 
 
 def _recorded(lock: TextIO) -> tuple[int, str]:
-    """Number of the newest start, and the process that made it."""
+    """Number of the newest start, and its process id."""
     lock.seek(0)
     start, _, process = lock.read().partition(" ")
     return (int(start) if start.isdecimal() else 0), process or "unknown"

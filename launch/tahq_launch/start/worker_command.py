@@ -11,7 +11,7 @@ from tahq.quant import AUTO, CodecSpec
 from tahq_launch.start.run_keys import PLAIN, WorkerSecret
 
 _ALWAYS = ("tahq.worker.main", "transformers.modeling_utils")
-# Brings with it most of what numba imports with its first kernel.
+# Imports most of the modules that numba's first kernel needs.
 _NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SSH_OPTIONS = (
@@ -27,13 +27,13 @@ class WorkerCommand:
     """The command that starts a worker.
 
     Attributes:
-        argv: the program and its arguments; with `forked_threads`, what follows `tahq`.
+        argv: the program and its arguments; with `forked_threads`, the arguments of `tahq` alone.
         env: added to this process's environment.
         forked_threads: if set, the worker is a fork of a process that has everything imported, with this many torch
             threads.
         namespace: the network namespace of a forked worker; None: the launcher's.
-        holds_stdin: whether its stdin is a pipe that stays open until the worker is asked to leave; else it is empty.
-        first_input: what its stdin begins with in both cases.
+        holds_stdin: whether its stdin is a pipe that stays open until the worker is asked to exit; else it is closed.
+        first_input: the first bytes of its stdin, in both cases.
     """
 
     stage: int
@@ -99,5 +99,5 @@ def ssh_command(
 
 
 def worker_by_hand(stage: int, peer: str, *, curve: bool = True) -> str:
-    """The command to type on a host that is not reached by ssh, under the same account."""
+    """The command to type on a host that is not reached by ssh, with the coordinator's account key."""
     return shlex.join(["tahq-worker", "--stage", str(stage), "--peer", peer, *([] if curve else ["--no-curve"])])

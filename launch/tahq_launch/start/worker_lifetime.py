@@ -44,7 +44,7 @@ class RestartTimes:
         self._counts: dict[int, int] = {}
 
     def delay_s(self, stage: int) -> float:
-        """Count one more restart of a stage's worker: the seconds to wait before it; PeerLostError if none is left."""
+        """Count a restart of a stage's worker; returns the seconds to wait first. PeerLostError if none are left."""
         count = self._counts.get(stage, 0)
         if count >= self._max_restarts:
             raise PeerLostError(
@@ -58,7 +58,7 @@ def supervise(serve: Serve, max_restarts: int) -> int:
     """Run `serve` in a child process, and again in another whenever a signal kills the child.
 
     Returns:
-        The exit status of the last child; 128 + signal if a signal killed it once too often, or was forwarded to it.
+        The exit status of the last child; 128 + signal if no restarts were left, or if the signal was forwarded to it.
     """
     worker_id, times, is_first = secrets.token_hex(16), RestartTimes(max_restarts), True
     while True:

@@ -53,7 +53,7 @@ ExitListener = Callable[[int, int, str], None]
 
 
 class ForkServer:
-    """The process that workers are forked from; as a context, it kills itself and all of them at its end.
+    """The process that workers are forked from; it and all of them are killed when this context ends.
 
     Create it while this process has one thread and no open files that workers must not inherit. The launcher sends it
     lists of modules to import, and (command, path of its log) to start; it answers with (process id, None) for a
@@ -91,10 +91,10 @@ class ForkServer:
                 return pid
         self._process.join(1.0)  # it closes its end of the line a little before its status is known
         status = self._process.exitcode
-        end = f"was killed by signal {-status}" if status and status < 0 else f"has ended with status {status}"
+        end = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
         raise PeerLostError(
-            f"the process that workers are forked from {end}, so that no tahq stage {command.stage} can be started; "
-            "start the run again, with --resume if it has a checkpoint"
+            f"the process that workers are forked from {'does not answer' if status is None else end}, so the worker "
+            f"of stage {command.stage} cannot be started; start the run again, with --resume if it has a checkpoint"
         )
 
     def status_of(self, pid: int, timeout_s: float = 0.0) -> int | None:
@@ -127,7 +127,7 @@ def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     _name_this_process("tahq forks")
     workers: dict[Any, BaseProcess] = {}  # by what becomes ready when they have ended
-    context: ForkContext | SpawnContext | None = None  # unknown after each import, which may ask for CUDA
+    context: ForkContext | SpawnContext | None = None  # unknown after each import, which may initialise CUDA
     try:
         while True:
             for ready in wait([line, *workers]):
@@ -151,7 +151,7 @@ def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
 
 
 def _forks_lack_cuda() -> bool:
-    """Whether this process, or one that it was forked from, has asked for CUDA; only a fork can tell."""
+    """Whether CUDA is initialised here or in a parent, so that forks cannot use it; only a fork can tell."""
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
@@ -217,7 +217,7 @@ class StageProcess(ABC):
 
     @abstractmethod
     def terminate(self) -> None:
-        """Ask it to exit in order."""
+        """Ask it to exit cleanly."""
 
     def kill(self) -> None:
         """Kill it, with everything that it started."""
@@ -225,8 +225,8 @@ class StageProcess(ABC):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def last_words(self) -> str:
-        """The last line that this child wrote to its log that is not blank; empty if it wrote nothing."""
+    def last_line(self) -> str:
+        """The last line that this child wrote to its log, blank ones aside; empty if it wrote nothing."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - _TAIL_NBYTES))
@@ -258,7 +258,7 @@ class StartedProgram(StageProcess):
                 self._stdin.close()
 
     def wait(self, timeout_s: float = 0.0) -> int | None:
-        """As of `StageProcess`."""
+        """See `StageProcess.wait`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -291,7 +291,7 @@ class _ForkedWorker(StageProcess):
 
 
 class Fleet:
-    """The workers started from here; as a context, it ends with none of them running.
+    """The workers started from here; when this context ends, all of them have ended.
 
     `on_exit` is called once for each worker that exits.
     """
@@ -345,7 +345,7 @@ class Fleet:
             status = process.wait()
             if status is not None:
                 self._running.remove(process)
-                line, log = process.last_words(), f"its log {process.log_path}"
+                line, log = process.last_line(), f"its log {process.log_path}"
                 self._on_exit(process.stage, status, f"{log} ends with: {line}" if line else f"{log} is empty")
 
     def close(self, leave_s: float) -> None:
