@@ -1,4 +1,4 @@
-"""Numbers of a cluster, written by hand as often as not: what makes no sense is refused by name."""
+"""Numbers of a cluster, often written by hand: nonsense is refused by name."""
 
 from pathlib import Path
 

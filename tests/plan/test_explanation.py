@@ -1,4 +1,4 @@
-"""What is said of a plan: bottlenecks by hand, what-ifs that go the right way, a second best that is another."""
+"""Explanations of a plan: bottlenecks by hand, what-ifs in the right direction, a different second best."""
 
 import pytest
 from support.planner_problems import cluster, host, model, random_problem
@@ -35,7 +35,7 @@ def test_bottleneck_is_the_resource_that_bounds_the_step(hosts, depths, count, r
     assert limit.share > 0.95
 
 
-def test_bottleneck_of_a_pipeline_that_is_mostly_filling_is_that():
+def test_bottleneck_of_a_pipeline_that_is_mostly_filling_is_fill():
     assert bottleneck(*predicted([host("a"), host("b")], (2, 1), 2, 0.4)).resource[0] == "fill"
 
 
@@ -65,7 +65,7 @@ def test_a_lone_host_has_no_second_best_order():
     assert what_ifs(planned)[0].tokens_per_s == pytest.approx(2 * planned.best.tokens_per_s)
 
 
-def test_what_ifs_change_what_they_say():
+def test_what_ifs_change_the_prediction_as_expected():
     hosts = [host("a", up=4e5), host("b", down=4e5)]
     spec = "fixed:bits=8,group=64,round=nearest"
     planned = plan(PlanProblem(model(4, 16), cluster(*hosts, round_trip=0.05), (spec,), (spec,), num_stages=2))

@@ -158,7 +158,7 @@ def test_limits_that_workers_enforce_are_put_on_top_of_their_rates(measured, imi
     assert found["host0", "host1"].round_trip == pytest.approx(round_trip)
 
 
-def test_more_connections_are_written_down_where_they_gain(measured):
+def test_more_connections_are_written_where_they_gain(measured):
     measured.take_paths(PATH, paths(), "stage 1")
     measured.take_paths(
         Job("connections", 1, (0, 0)), paths(round_trips=[0.02] * 2, outward=[26e6] * 2, inward=[15e6] * 2), ""
@@ -232,7 +232,7 @@ def test_host_without_compute_is_left_out_with_its_paths():
         {"memory_bytes": -1},
     ],
 )
-def test_times_that_cannot_be_are_the_workers_fault(changes):
+def test_impossible_times_are_a_remote_protocol_error(changes):
     with pytest.raises(RemoteProtocolError, match="stage 0 sent"):
         Measured(["host0"], ["a"]).take_compute(compute(0, **changes), "cpu", "stage 0")
 
@@ -248,7 +248,7 @@ def test_times_that_cannot_be_are_the_workers_fault(changes):
         {"error": "late", "outward": [1.0, 2.0]},
     ],
 )
-def test_rates_that_cannot_be_are_the_workers_fault(measured, changes):
+def test_impossible_rates_are_a_remote_protocol_error(measured, changes):
     with pytest.raises(RemoteProtocolError, match="stage 1 sent"):
         measured.take_paths(PATH, paths(**changes), "stage 1")
 

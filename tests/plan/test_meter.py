@@ -65,12 +65,12 @@ def test_unreachable_host_is_named_with_the_reason(peer, has_others):
 @pytest.mark.parametrize(
     ("run", "stage", "words"), [(RUN - 1, 1, "worker of another run"), (RUN, 2, "worker of another stage")]
 )
-def test_the_wrong_worker_says_so(server, run, stage, words):
+def test_wrong_worker_is_named_as_that(server, run, stage, words):
     with pytest.raises(RemoteProtocolError, match=f"host1 .*{words}"):
         Meter(run, 0).round_trip_s(Peer(stage, "host1", server.address), 1)
 
 
-def test_another_program_there_is_no_worker():
+def test_another_program_at_the_address_is_named_as_that():
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
         listener.settimeout(5)
         dialled = Peer(1, "host1", f"127.0.0.1:{listener.getsockname()[1]}")
@@ -82,7 +82,7 @@ def test_another_program_there_is_no_worker():
             exchange.result()
 
 
-def test_a_peer_that_says_nothing_is_given_up(monkeypatch):
+def test_silent_peer_is_given_up(monkeypatch):
     for module in ("tahq.plan.measure.meter_wire", "tahq.plan.measure.meter"):
         monkeypatch.setattr(f"{module}.STALL_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -109,7 +109,7 @@ def test_malformed_request_ends_the_connection(dial, request_bytes):
 
 
 @given(st.binary(min_size=REQUEST.size, max_size=REQUEST.size))
-def test_any_bytes_are_a_request_or_the_peers_fault(data):
+def test_any_bytes_are_a_request_or_a_remote_protocol_error(data):
     try:
         request = MeterRequest.unpack(data, "host1")
     except RemoteProtocolError:
@@ -118,7 +118,7 @@ def test_any_bytes_are_a_request_or_the_peers_fault(data):
     assert REQUEST.pack(*request) == data
 
 
-def test_a_report_that_cannot_be_is_the_peers_fault():
+def test_impossible_report_is_a_remote_protocol_error():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(REPORT.pack(float("inf"), 1, 1.0))
@@ -142,7 +142,7 @@ def test_bytes_of_a_greeting_and_a_request():
     assert REQUEST.pack(*MeterRequest(Kind.GIVE, 0.1, 1.0, 30.0)) == b"\x02" + struct.pack("<ddd", 0.1, 1.0, 30.0)
 
 
-def test_an_address_that_is_taken_is_the_users_to_mend(server):
+def test_address_in_use_is_a_user_error(server):
     with pytest.raises(UserError, match=f"cannot listen on {server.address}"):
         MeterServer(RUN, 0, server.address, None)
 

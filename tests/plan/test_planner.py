@@ -104,7 +104,7 @@ def test_little_memory_keeps_depth_and_layers_down():
     assert max(planned.best.memory_nbytes) <= 20_000
 
 
-def test_hosts_of_no_use_change_nothing_wherever_they_are_listed():
+def test_useless_hosts_change_nothing_wherever_they_are_listed():
     tiny, able = host("tiny", memory=1_000), [host(f"h{index}", memory=250_000) for index in range(8)]
     alone, *with_tiny = (
         quick(ask(hosts, 8, 4, block=1e5, held=8e4)).step_s for hosts in (able, [tiny, *able], [*able, tiny])
