@@ -12,7 +12,11 @@ from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
 from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
 from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
+from tahq.errors import brief
 from tahq.pipeline.config import TrainingConfig
+
+MAX_TEXT_LENGTH = 4000
+"""Of a message to the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,8 @@ class RunContext:
             self.server.send(identity, farewell)
 
     def warn(self, text: str) -> None:
-        """Tell the user."""
-        self.observer.warned(text)
+        """Tell the user; workers' words in it may be long."""
+        self.observer.warned(brief(text, MAX_TEXT_LENGTH))
 
     def advance(self, event: RunEvent, missing: str = "") -> None:
         """Go to the run's next phase, and tell the observer what it waits for."""

@@ -11,12 +11,14 @@ from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import JournalFacts
 from tahq.coordinator.run_state import RunState
 from tahq.coordinator.seats import Seat, Seats
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, brief
 
 SHARED_FIELDS = ("tokenizer_hash", "data_hash", "num_train_samples")
 """Fields of HELLO that must be equal wherever they are not empty: a stage that needs no data leaves them empty."""
 
 MAX_PID = 1 << 31
+MAX_NAME_LENGTH = 255
+"""Of a host, as POSIX bounds it."""
 
 
 def is_free(seats: Seats, stage: int) -> bool:
@@ -31,10 +33,12 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     another key than the worker of the stage's host.
     """
     if join.version != options.version:
-        row = ["version", join.version, f"{options.version} (coordinator)"]
+        row = ["version", brief(join.version), f"{options.version} (coordinator)"]
         return Refuse("this worker runs another version of tahq: install the coordinator's", [row])
     if not 0 <= join.pid < MAX_PID:
         return Refuse(f"got process number {join.pid}, expected one below {MAX_PID}")
+    if len(join.host) > MAX_NAME_LENGTH:
+        return Refuse(f"got a host name of {len(join.host)} characters, expected at most {MAX_NAME_LENGTH}")
     if not -1 <= join.stage < len(seats):
         return Refuse(
             f"there is no stage {join.stage}: this run has stages 0 to {len(seats) - 1}; start with one of those"
@@ -71,12 +75,12 @@ def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list
     workers that have them: the first HELLO counts.
     """
     own = (("version", hello.version, options.version), ("config_hash", hello.config_hash, options.config_hash))
-    rows = [[name, yours, f"{expected} (coordinator)"] for name, yours, expected in own if yours != expected]
+    rows = [[name, brief(yours), f"{expected} (coordinator)"] for name, yours, expected in own if yours != expected]
     for name in SHARED_FIELDS:
         yours = getattr(hello, name)
         first = next((seat for seat in seats if getattr(seat.hello, name, None)), None)
         if first is not None and yours and yours != (expected := getattr(first.hello, name)):
-            rows.append([name, str(yours), f"{expected} ({first.name})"])
+            rows.append([name, brief(str(yours)), f"{expected} ({first.name})"])
     return rows
 
 

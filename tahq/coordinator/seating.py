@@ -26,7 +26,7 @@ from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.run_state import UNDER_WAY
 from tahq.coordinator.seats import Former, Seat, SeatEvent, SeatPhase
-from tahq.errors import PeerLostError
+from tahq.errors import PeerLostError, brief
 
 Restart = Callable[[int], bool]
 """Kills what is left of a stage's process and starts its worker again; False if it is not started from here.
@@ -159,7 +159,7 @@ class Seating:
         self._ctx.tell_phase()
 
     def _refuse_join(self, identity: bytes, join: Join, refusal: Refuse) -> None:
-        self._refuse(identity, join.stage, f"{join.host}, pid {join.pid}", refusal)
+        self._refuse(identity, join.stage, f"{brief(join.host)}, pid {join.pid}", refusal)
 
     def _refuse(self, identity: bytes, stage: int, name: str, refusal: Refuse) -> None:
         self._seats.former[identity] = Former.REFUSED

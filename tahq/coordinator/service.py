@@ -40,7 +40,7 @@ from tahq.comm.control.messages import (
 )
 from tahq.comm.control.server import ControlServer
 from tahq.coordinator import copies, gathering, recovery
-from tahq.coordinator.context import CoordinatorOptions, RunContext
+from tahq.coordinator.context import MAX_TEXT_LENGTH, CoordinatorOptions, RunContext
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
@@ -56,6 +56,7 @@ from tahq.errors import (
     SnapshotError,
     TahqError,
     UserError,
+    brief,
 )
 
 POLL_S = 0.1
@@ -478,6 +479,7 @@ class Coordinator:
 
     def _abort(self, exit_status: int, message: str) -> None:
         """End the run at once; the message says how to go on."""
+        message = brief(message, MAX_TEXT_LENGTH)
         if self._run.phase in WITH_STEPS:
             self._training.abandon()
             if exit_status != UserError.exit_status:

@@ -110,6 +110,8 @@ HELD = f"stage 1 already has a worker: {STAGE_1}; if you know that it is gone, s
         ({"stage": -1}, "all 3 stages have a worker"),
         ({"stage": 7}, "there is no stage 7: this run has stages 0 to 2; start with one of those"),
         ({"stage": 1, "pid": 2**63}, "expected one below"),
+        ({"stage": 1, "host": "x" * 1_000_000}, "got a host name of 1000000 characters, expected at most 255"),
+        ({"stage": 1, "version": "9" * 1_000_000}, "another version"),
     ],
 )
 def test_worker_without_a_free_stage_is_refused_and_the_run_goes_on(scene, join, reason):
@@ -118,6 +120,7 @@ def test_worker_without_a_free_stage_is_refused_and_the_run_goes_on(scene, join,
     assert scene.run() == 0
     (refusal,) = scene.server.told(b"late", say.Refuse)
     assert reason in refusal.reason
+    assert max(map(len, (*scene.observer.of("warned"), str(refusal)))) < 500
 
 
 @pytest.mark.parametrize(
@@ -231,11 +234,13 @@ def test_last_words_of_a_worker_count_more_than_its_exit(scene):
 
     def fail():
         scene.coordinator.worker_exited(1, 4)
-        worker.send(say.Failed(1, "out of memory", 4))
+        worker.send(say.Failed(1, "out of memory" + " at last" * 1_000_000, 4))
 
     scene.when(lambda: worker.step == 1, fail)
     assert scene.run() == 4
-    assert scene.end.message.startswith(f"{STAGE_1}: out of memory")
+    assert scene.end.message.startswith(f"{STAGE_1}: out of memory at last")
+    assert scene.end.message.endswith("so start the run anew")
+    assert len(scene.end.message) < 5000
     assert scene.server.told(b"worker-1", say.Abort) == []
 
 
