@@ -1,4 +1,4 @@
-"""The batch of a step, as a function of (data, seed, step) only: `sample_order` has the samples' numbers.
+"""The batch of a step, as a function of (data, seed, step) only; `sample_order` numbers its samples.
 
 There is no state: the first and the last stage each ask for step t and compare digests.
 
@@ -27,7 +27,7 @@ class StepBatch:
     labels: torch.Tensor  # int64 [B, S], the token after each, or −100 where there is no loss
     sample_ids: torch.Tensor  # int64 [B]
     num_tokens: int  # Labels that count
-    digest: str  # Hex BLAKE2b over the three, the same on every stage that derived the same batch
+    digest: str  # Hex BLAKE2b over the three tensors: equal on stages that made the same batch
     micro_batch_size: int
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +83,9 @@ class BatchSource:
         """
         num_samples = self._dataset.num_validation_samples
         if num_samples == 0:
-            raise DataError("no validation samples: data.validation is 0 or the data too little; unset eval_every")
+            raise DataError(
+                "no validation samples: data.validation is 0 or there is too little data; unset training.eval_every"
+            )
         numbers = np.arange(index * self.order.global_batch, (index + 1) * self.order.global_batch, dtype=np.int64)
         places = Permutation(num_samples, derive_seed("validation order"))(numbers % num_samples)
         return self._gather(self._dataset.num_train_samples + places, scored=numbers < num_samples)

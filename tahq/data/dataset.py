@@ -5,7 +5,7 @@ consecutive windows: each token is an input once and a label once. Each pair of 
 `seq_len` or padded at its end (harmless under a causal mask, and without loss): the tokens of the prompt, those of the
 response, and the end-of-document token, if the tokenizer has one. An empty prompt is replaced by the end-of-document
 token, so that the first token of the response follows something; without such a token, that first token counts as the
-prompt. The two are tokenised separately and joined without a separator: a space between them must belong to either.
+prompt. The two are tokenised separately and joined without a separator: a space between them belongs to one of them.
 
 The split into training and validation depends on the size of the data and the share held out only, not on seed or
 sequence length: a run resumed with other values of these never trains on its validation data. Tokens are divided into
@@ -64,8 +64,8 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
     """The data that `data:` describes.
 
     Raises:
-        DataError: a pattern that matches nothing, a file that is not what it should be, tokens out of
-            the vocabulary, or too little data for one sample.
+        DataError: a pattern matches nothing, a file cannot be read or has the wrong format, a token is out of the
+            vocabulary, or there is too little data for one sample.
     """
     dataset: Dataset
     if config.text is not None:
@@ -79,7 +79,10 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
         files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
         dataset = PairDataset(_read_pairs(files), config, tokenizer)
     if config.validation > 0 and dataset.num_validation_samples == 0:
-        _log.warning("validation: %g of this little data is not one sample; nothing is held out", config.validation)
+        _log.warning(
+            "data.validation: a share of %g of so little data is less than one sample, so nothing is held out",
+            config.validation,
+        )
     return dataset
 
 
@@ -112,7 +115,7 @@ def split_records(num_records: int, validation: float) -> I64:
 
 
 class WindowIndex:
-    """Consecutive windows of `seq_len` tokens in regions, numbered through."""
+    """Consecutive windows of `seq_len` tokens in regions, numbered across the regions."""
 
     def __init__(self, regions: tuple[Region, ...], seq_len: int) -> None:
         # each with the token after it as its last label
@@ -176,7 +179,7 @@ def _read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
         if line.strip()
     ]
     if not pairs:
-        raise DataError(f"data.jsonl: {len(files)} files hold no line, first {files[0].path}")
+        raise DataError(f"data.jsonl: all lines of {len(files)} files are empty, first {files[0].path}")
     return pairs
 
 
@@ -228,8 +231,8 @@ class PairDataset(Dataset):
         self.num_train_samples, self.num_validation_samples = len(training), len(validation)
         if not self.num_train_samples:
             raise DataError(
-                f"none of {len(texts)} pairs is left to train on: {int(usable.sum())} have a prompt short enough for "
-                f"seq_len {self.seq_len} to reach the response, {len(validation)} of them are held out for validation"
+                f"none of {len(texts)} pairs is left to train on: {int(usable.sum())} have a response that begins "
+                f"within seq_len {self.seq_len}, and {len(validation)} of these are held out for validation"
             )
         if not usable.all():
             _log.warning(

@@ -1,8 +1,8 @@
-"""The files that a pattern of `data:` means, in an order that every machine agrees on, and text files as documents.
+"""The files that a pattern of `data:` matches, in the same order on every machine, and text files as documents.
 
 A pattern is `stdlib`, a file, a folder (all of its files, at any depth) or a glob (`**` at any depth). Patterns keep
 their listed order; within one, files are sorted by their path below the folder, part by part. A file that several
-patterns name counts once, at its first place. Hidden files and folders are left out of folders.
+patterns match counts once, at its first place. Hidden files and folders are left out of folders.
 """
 
 import glob
@@ -22,7 +22,7 @@ STDLIB = "stdlib"
 
 _STDLIB_LEFT_OUT = frozenset({
     "site-packages", "dist-packages", "__pycache__", "lib-dynload",
-    "test", "tests", "idle_test",  # whole or absent, as the distribution likes
+    "test", "tests", "idle_test",  # which some distributions leave out
     "encodings", "pydoc_data",  # generated tables
 })  # fmt: skip
 
@@ -40,7 +40,7 @@ def as_patterns(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: bool = False) -> list[FoundFile]:
-    """The files that patterns (files, folders and globs) mean, in order, each once; DataError if one matches nothing.
+    """The files that patterns (files, folders, globs) match, in order, each once; DataError if a pattern matches none.
 
     `key`: the setting's name in messages, such as `data.text`. `suffix`: required ending of files in a folder; a file
     that is named needs none. `stdlib`: whether the pattern `stdlib` means the standard library.

@@ -3,7 +3,7 @@
 Positions count tokens from the start of the first piece. Token files are flat and little-endian, without a header; only
 pages that are read take memory.
 
-The cache lets only the first start of a run pay for tokenising: one .npy file of token ids per (documents, tokenizer),
+With the cache only the first start of a run tokenises: it holds one .npy file of token ids per (documents, tokenizer),
 under `tokens/` of the cache folder, opened memory-mapped. A file appears complete or not at all (temporary file, fsync,
 rename), and its name is a hash of its inputs, so workers that start together may both write it: the content is the
 same. Where the cache cannot be written or is damaged, text is tokenised again. It is never pruned and may be deleted
@@ -44,7 +44,7 @@ class TokenStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens start … start+count−1, int64; the caller keeps within the stream."""
+        """Tokens start … start+count−1, int64, all within the stream."""
         parts = []
         while count > 0:
             number, offset = self._locate(start)
@@ -125,7 +125,7 @@ def cache_folder() -> Path:
 
 
 def cached_tokens(key: str, make: Callable[[], TokenArray]) -> TokenArray:
-    """The tokens that `make` gives; from the cache if they were made before under `key`, which has all inputs."""
+    """The tokens that `make` returns, from the cache if it has them under `key`, which covers all inputs."""
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     path = cache_folder() / "tokens" / f"{name}.npy"
     try:

@@ -1,6 +1,6 @@
 """Text to token ids and back: by bytes, or by a Hugging Face tokenizer from local files; nothing is ever downloaded.
 
-A tokenizer's `fingerprint` depends on its content alone, never on where it lies, so that workers on two machines can
+A tokenizer's `fingerprint` depends on its content alone, never on its path, so that workers on two machines can
 compare theirs. No beginning-of-text token is ever added: documents are joined, each followed by `end_of_document` where
 the tokenizer has one.
 """
@@ -22,7 +22,7 @@ from tahq.data.config import DataConfig
 from tahq.data.sources import read_bytes
 from tahq.errors import DataError
 
-if TYPE_CHECKING:  # only imported where a tokenizer needs it
+if TYPE_CHECKING:  # imported only when a tokenizer needs it
     import tokenizers
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Tokenizer(ABC):
 
     vocab_size: int  # One above the highest id
     end_of_document: int | None  # The id put after each document; None: the tokenizer has none
-    fingerprint: str  # Hex hash of what the tokenizer is made of
+    fingerprint: str  # Hex hash of the tokenizer's content
     cache_key: str | None  # A key under which encodings may be cached; None: encoding is cheaper than reading a cache
 
     @abstractmethod
@@ -71,11 +71,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write files with which `transformers.AutoTokenizer.from_pretrained(folder)` makes the same ids."""
+        """Write files that `transformers.AutoTokenizer.from_pretrained(folder)` loads with the same ids."""
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names; DataError if there is no tokenizer."""
+    """The tokenizer that `data.tokenizer` names; DataError if it cannot be read."""
     if config.tokenizer == "bytes":
         return BytesTokenizer()
     return HuggingFaceTokenizer(Path(os.path.expanduser(config.tokenizer)))

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from tahq.units import Section
 
 COAT_FAMILIES = ("llama", "qwen2", "mistral")
-"""Families whose block is Llama's: two RMSNorms, a gated SiLU, nothing between projections and rotary embedding."""
+"""Families with Llama's block: two RMSNorms, a gated SiLU, nothing between projections and rotary embedding."""
 MIN_ELEMENTS = 4096
 
 
@@ -77,7 +77,7 @@ class QGaLoreConfig(Section):
     states: Literal["int8", "fp32"] | None = None
     """Adam's moments, those of all other parameters included."""
     ends: Literal["int8", "bf16", "fp32"] | None = None
-    """Type of embedding and head, which are not projected; None: see `pipeline/low_rank.py`."""
+    """Type of embedding and head, which are not projected; None: see `low_rank_settings` in `pipeline/optimizer.py`."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Of updated int8 weights, and of ends in bf16."""
     svd: Literal["exact", "randomised"] = "exact"

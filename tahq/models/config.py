@@ -66,7 +66,7 @@ class ModelConfig(Section):
     gradients are exchanged and summed each step, which promises a tolerance, not equal bits."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     sleep: SleepConfig | None = None
-    """Stages sleep in place of computing; tensors that cross a cut have the model's shapes and no meaning."""
+    """Stages sleep instead of computing; tensors between them have the model's shapes but meaningless values."""
 
     @field_validator("overrides")
     @classmethod

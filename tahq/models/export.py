@@ -67,7 +67,7 @@ def export_folder(
 
     Raises:
         UserError: `out` is not empty.
-        ModelError: a parameter of another shape.
+        ModelError: a parameter has another shape.
     """
     shapes = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
     num_parameters = sum(shape.numel() for shape in shapes.values())

@@ -25,7 +25,7 @@ _MAX_SIZE = 2**24  # Largest value of every other size; the product of any two, 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What is needed to build, divide, load and export a model; nothing is allocated.
+    """The facts needed to build, divide, load and export a model; nothing is allocated.
 
     `tied`: the source model ties its head to its embedding, so tahq's two parameters start equal.
     `tie`: whether training keeps them equal (`sync`) or not (`untied`).
@@ -100,7 +100,7 @@ def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: 
         )
     if seq_len > spec.max_seq_len:
         raise ModelError(
-            f"data.seq_len {seq_len} is longer than the model takes, {spec.max_seq_len} positions; "
+            f"data.seq_len {seq_len} is longer than the model's {spec.max_seq_len} positions; "
             "lower data.seq_len or raise model.max_seq_len"
         )
     if vocab_size > spec.vocab_size:

@@ -1,4 +1,4 @@
-"""A stage that sleeps in place of computing, for measuring networks on few cores.
+"""A stage that sleeps instead of computing, for measuring networks on few cores.
 
 Four stages of real compute on two cores get half a core each, and measurements then show the machine. A sleeping slice
 takes the time that its stage would take alone and leaves the cores to codecs, transport and schedule, all of them real.

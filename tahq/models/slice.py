@@ -181,13 +181,13 @@ def _computed(
 
 
 def _made(module_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """Construct a module; an error that transformers raises only now is the configuration's."""
+    """Construct a module; errors that transformers raises only here come from the configuration."""
     try:
         module: nn.Module = module_class(*args, **kwargs)
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         raise ModelError(
             f"{module_class.__name__} cannot be built from this configuration: {one_line(error)}; "
-            "look at model.overrides or the folder's config.json"
+            "check model.overrides or the folder's config.json"
         ) from error
     return module
 

@@ -28,7 +28,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_json(path: Path, max_nbytes: int) -> dict[str, Any]:
-    """A JSON object from a file of at most so many bytes; ModelError, one line, if it is anything else."""
+    """A JSON object from a file of at most `max_nbytes`; ModelError, one line, if it is anything else."""
     try:
         with path.open("rb") as file:
             content = file.read(max_nbytes + 1)
@@ -115,7 +115,7 @@ def _copy(handle: Any, stored: str, into: torch.Tensor, path: Path) -> None:
     try:
         shape = tuple(handle.get_slice(stored).get_shape())
         if shape != tuple(into.shape):
-            raise ModelError(f"{path}: {stored} has shape {list(shape)}, config.json asks for {list(into.shape)}")
+            raise ModelError(f"{path}: {stored} has shape {list(shape)}, config.json expects {list(into.shape)}")
         tensor = handle.get_tensor(stored)
     except SafetensorError as error:
         raise ModelError(f"{path}: {stored} cannot be read: {error}") from error

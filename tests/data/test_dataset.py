@@ -180,7 +180,9 @@ def test_pair_without_room_for_its_response_is_left_out_with_its_line(load, capl
 
 
 def test_no_pair_left_is_refused_with_numbers(load):
-    with pytest.raises(DataError, match="none of 3 pairs is left to train on: 0 have a prompt short enough"):
+    with pytest.raises(
+        DataError, match="none of 3 pairs is left to train on: 0 have a response that begins within seq_len 4"
+    ):
         load([pair("abcde", "x")] * 3, seq_len=4, validation=0.05)
 
 
@@ -256,7 +258,7 @@ def test_malformed_line_is_refused_with_file_and_line(load, line, problem):
 
 
 def test_file_without_a_line_is_refused(load):
-    with pytest.raises(DataError, match=r"1 files hold no line, first .*pairs.jsonl"):
+    with pytest.raises(DataError, match=r"all lines of 1 files are empty, first .*pairs.jsonl"):
         load(["", "  "])
 
 

@@ -1,4 +1,4 @@
-"""AdamW in plain torch with moments in 8 bits, FP8 and bf16: distances to the one of torch, resumption."""
+"""AdamW in plain torch with moments in 8 bits, FP8 and bf16: its distance from torch's AdamW, and resuming."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ SHAPES = [(), (1,), (127,), (128,), (4097,), (33, 77), (5, 7, 11)]
 
 
 def gradient(shape, step):
-    """Noise of 1 around a direction of its own for each element."""
+    """Noise of 1 around a different direction for each element."""
     return normal(shape, 99) + normal(shape, step + 1)
 
 

@@ -93,6 +93,13 @@ def test_constant_blocks_are_exact(signed, value):
 
 
 @both
+def test_subnormal_blocks_are_zeros(signed):
+    codes, scales = encode(torch.full((10,), 2.0**-127), signed)
+    assert scales.tolist() == [0.0]
+    assert codes.eq(127 if signed else 0).all()
+
+
+@both
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, bad):
     x = normal(768).abs()
@@ -142,7 +149,7 @@ def places(quotients, signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_border_at_a_place_decides_right_for_every_quotient(signed):
-    """Whatever is rounded to an fp16 number is between the border before, and the one behind, the border looked at."""
+    """All quotients that round to one fp16 number lie between the borders before and after the one compared."""
     numbers = np.arange(0x4401, dtype=np.uint16).view(np.float16).astype(np.float64)
     assert numbers[-1] == ptx.FACTOR
     limits = borders(signed).double().numpy()

@@ -1,4 +1,4 @@
-"""The FP8 optimizer: its groups, its steps against AdamW and against the formulas of the paper."""
+"""The FP8 optimizer: its groups, and its steps against AdamW and the paper's formulas."""
 
 from functools import partial
 from itertools import product

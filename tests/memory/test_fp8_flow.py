@@ -63,8 +63,9 @@ def test_group_scaling_gives_the_scale_of_the_whole_tensor(fp8):
     assert ((values - x).abs() <= x.abs() * WORST[fp8] + least).all()
 
 
-@pytest.mark.parametrize("x", [torch.zeros(3, 40), torch.full((3, 40), 1e-42), torch.full((3, 40), 2.0**127)])
-def test_zeros_tiny_and_huge_numbers_stay_finite(x):
+@pytest.mark.parametrize("value", [0.0, 1e-42, 2.0**-100, 2.0**127])
+def test_zeros_tiny_and_huge_numbers_stay_finite(value):
+    x = torch.full((3, 40), value)
     values = reference.dequantize_groups(reference.quantize_groups(x))
     scale = reference.tensor_scale(reference.group_maxima(x))
     for each in (values, reference.quantize_tensor(x, scale, E4M3, "rows").dequantized(torch.float32)):
@@ -139,8 +140,8 @@ def test_gradients_equal_the_layer_without_fp8_within_rounding(family, products,
     got = gradients(make_slice(spec, CoatConfig(backward_products=products)), bf16=bf16, seq_len=47)
     expected = gradients(make_slice(spec), seq_len=47)
     # From the input to a gradient there are at most 13 roundings to E4M3 (norm input and output, weights, gate, up,
-    # product, attention's output, on the way there and, of what was kept, back) and 3 of gradients; being independent,
-    # they add in squares.
+    # product, attention's output, forwards and, for saved tensors, backwards) and 3 of gradients; independent, they
+    # add in squares.
     bound = math.sqrt(13 * RMS["e4m3"] ** 2 + 3 * RMS[products] ** 2)
     for name, value in expected.items():
         if name.endswith("k_proj.bias"):  # softmax does not see a shift of all keys: but for the rotation it is 0
@@ -200,6 +201,15 @@ def test_split_backwards_and_recomputed_blocks_give_the_same_bits(checkpoint_blo
     assert different(gradients(whole, bf16=True), gradients(other, bf16=True, deferred=deferred)) == []
 
 
+def test_frozen_weights_get_no_gradient():
+    module = make_slice(make_spec("qwen2"), CoatConfig())
+    frozen = {f"model.layers.1.{name}" for name in ("mlp.gate_proj.weight", "self_attn.k_proj.bias")}
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    module(normal((MICRO_BATCH, SEQ_LEN, 64))).sum().backward()
+    assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == frozen
+
+
 def test_infinity_reaches_output_and_gradients():
     module = make_slice(make_spec("llama"), CoatConfig())
     x = normal((1, SEQ_LEN, 64))
@@ -240,7 +250,7 @@ def test_weights_coded_again_for_every_product_give_the_same_bits():
 
 
 def saved_units(module: ModelSlice) -> float:
-    """What a block saves of a micro-batch in bf16, parameters excepted, in bf16 tensors [T, C] (COAT's U)."""
+    """Size of the tensors, other than parameters, that a block saves of a bf16 micro-batch, in COAT's unit U."""
     module.to(torch.bfloat16)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).bfloat16().requires_grad_()
@@ -256,7 +266,7 @@ def test_a_layer_of_llama_2_keeps_less_than_half():
     # 16 for 3.67 U of codes in groups (+0.46).
     spec = make_spec("llama", hidden_size=192, num_heads=3, num_kv_heads=3, intermediate_size=512)
     tokens, unit = MICRO_BATCH * SEQ_LEN, 2 * MICRO_BATCH * SEQ_LEN * 192
-    # What is no tensor of U's kind: rstd of two norms, attention's log-sum-exp, rotary tables in bf16.
+    # Not counted in the paper: rstd of two norms, attention's log-sum-exp, rotary tables in bf16.
     rest = (8 * tokens + 4 * tokens * 3 + 2 * 2 * SEQ_LEN * 64) / unit
     assert saved_units(make_slice(spec)) == pytest.approx(22 + 2 / 3 + rest, abs=1e-6)
     fp8 = 13 + 1 / 3 - 2 - 4 / 3 + 11 / 3 / 8
@@ -264,7 +274,7 @@ def test_a_layer_of_llama_2_keeps_less_than_half():
     assert saved_units(make_slice(spec, CoatConfig())) == pytest.approx(fp8 + rest + four_scales, abs=1e-6)
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

@@ -99,7 +99,7 @@ def test_fifty_steps_in_int8_at_full_rank_stay_near_adamws():
 
 
 def galore_step(weight, moments, basis, gradient, step, *, lr, decay, scale, betas=(0.9, 0.95), epsilon=1e-8):
-    """GaLore Alg. 2 with decoupled decay, for one weight with rows ≥ columns: its own words, nothing of ours."""
+    """GaLore Alg. 2 with decoupled decay, for one weight with rows ≥ columns, transcribed without tahq's code."""
     low = gradient @ basis.T
     first, second = moments
     first = betas[0] * first + (1 - betas[0]) * low

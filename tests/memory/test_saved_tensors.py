@@ -1,4 +1,4 @@
-"""The counted bytes, against what autograd saves in fact."""
+"""The counted bytes against those that autograd saves."""
 
 from types import FunctionType
 
@@ -137,7 +137,7 @@ def test_checkpointing_keeps_a_bf16_head_per_micro_batch_unless_backward_is_spli
 
 
 def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
-    """Bytes of all storages that what is left to compute holds on to, but the module's own."""
+    """Bytes of all storages that the deferred computations keep alive, without the module's."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     found: dict[int, int] = {}
     seen: set[int] = set()
@@ -176,7 +176,7 @@ def test_count_equals_what_deferred_weight_gradients_hold(family, coat, checkpoi
     module.deferred = deferred = DeferredGradients()
     _, y = run_forward(module, blocks, bf16=bf16)
     y.backward(None if blocks.last else torch.ones_like(y))
-    # this machine's CPU takes one layout of what is in FP8
+    # a CPU keeps FP8 codes in one layout only
     shape = MicroBatchShape(
         MICRO_BATCH, SEQ_LEN, bf16, coat=coat is not None, coat_gradient_nbytes=1 if coat == "e5m2" else 0
     )

@@ -52,7 +52,7 @@ def test_sync_ties_a_model_with_random_weights():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"seq_len": 65, "max_seq_len": 64}, r"data.seq_len 65 is longer than the model takes, 64 positions"),
+        ({"seq_len": 65, "max_seq_len": 64}, r"data.seq_len 65 is longer than the model's 64 positions"),
         ({"vocab_size": 40}, r"the tokenizer has 61 tokens, the model's vocabulary 40"),
         ({"hidden_size": 30}, r"model.num_heads 4 does not divide model.hidden_size 30"),
         ({"family": "gpt2", "hidden_size": 30}, r"model.num_heads 4 does not divide model.hidden_size 30"),
@@ -131,7 +131,7 @@ def test_a_damaged_or_oversized_configuration_file_is_refused(text, message, tmp
 
 @pytest.mark.acceptance
 def test_loading_a_spec_does_not_import_the_layers_of_transformers():
-    """The modules of layers take seconds to import; only what builds a slice may import them."""
+    """The modules of layers take seconds to import; only building a slice may import them."""
     code = (
         "import sys\n"
         "from tahq.models.config import ModelConfig\n"

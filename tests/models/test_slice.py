@@ -196,7 +196,7 @@ def test_autocast_keeps_fp32_gradients_and_checkpointing_gives_equal_bits(family
     assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in gradients.values())
     again, gradients_again = train_once(spec, tokens, device, checkpoint_blocks=True)
     assert again == loss
-    # CUDA sums an embedding's gradient in no fixed order; the blocks and the head are ours to answer for.
+    # CUDA sums an embedding's gradient in no fixed order; only the blocks and the head are compared.
     compared = [name for name in gradients if ".h." in name or ".layers." in name or "lm_head" in name]
     assert all(torch.equal(gradients_again[name], gradients[name]) for name in compared)
 

@@ -46,7 +46,7 @@ def test_names_without_the_trunk_are_found(model_folder, tokens):
     folder, model = model_folder("gpt2")
     stored = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
-    bare["h.0.attn.bias"] = torch.ones(2, 2)  # old files hold causal masks too; nobody owns them
+    bare["h.0.attn.bias"] = torch.ones(2, 2)  # old files hold causal masks too, which no stage needs
     save_file(bare, folder / "model.safetensors")
     assert torch.equal(logits_of(load_parts(folder), tokens), model.eval()(tokens).logits)
 
@@ -84,7 +84,7 @@ NAME = "model.layers.3.mlp.up_proj.weight"
         (lambda stored: stored.pop(NAME), rf"has no tensor {NAME}"),
         (
             lambda stored: stored.update({NAME: torch.zeros(3, 5)}),
-            r"has shape \[3, 5\], config.json asks for \[48, 32\]",
+            r"has shape \[3, 5\], config.json expects \[48, 32\]",
         ),
         (lambda stored: stored.update({NAME: torch.zeros(48, 32, dtype=torch.int8)}), r"is torch.int8"),
         (lambda stored: stored.pop("lm_head.weight"), r"has no tensor lm_head.weight"),

@@ -7,12 +7,12 @@ weight, states, gradient and step. Parameters with fewer elements than `min_elem
 8-bit optimizers: norms and biases, together a thousandth of a model.
 
 *bf16*, 4 bytes per parameter: torch's AdamW keeps moments in the dtype of the weights, which are fp32 in tahq, so bf16
-moments need their own step (decision 0021). A second moment in bf16 only changes where (1 − β₂)·|g² − v| is above half
+moments need their own step (decision 21). A second moment in bf16 only changes where (1 − β₂)·|g² − v| is above half
 of its last place, v·2⁻⁹ to v·2⁻⁸: with β₂ = 0.95, the default, wherever g² differs from v by more than 8 %; with 0.999
 it never falls, since even without a gradient it should lose 0.1 % per step.
 
 *fp32*: torch's AdamW for CUDA, where torch's own takes ten kernels per parameter, or treats a stage's parameters as one
-list (see `pipeline/update/optimizer.py`).
+list (see `pipeline/optimizer.py`).
 
 One step, each operation rounded once:
 
@@ -81,7 +81,7 @@ def plain_adamw_states(shape: tuple[int, ...], dtype: torch.dtype) -> StateSpecs
 def bind_kernels(
     weight: torch.Tensor, gradient: torch.Tensor, state: State, block: int = BLOCK
 ) -> "BoundLaunches | None":
-    """Kernels for a step on flat tensors [N] and a state; None where `step_in_torch` has to do it."""
+    """Kernels for a step on flat tensors [N] and a state; None if only `step_in_torch` can take it."""
     m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
     tensors = (weight, gradient, m, v)
     is_suited = all(each.data_ptr() % _ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)

@@ -1,7 +1,7 @@
 """A step of AdamW with 8-bit moments as one kernel per parameter: `blockwise8` in Triton, bit-equal to the reference.
 
 Encoding does not search: an estimate (`blockwise8._estimated_place`) finds the one border that decides, by
-|x| > border · scale as in the reference. So the estimate and its quotient may be rounded in whatever way is fastest:
+|x| > border · scale as in the reference. So the estimate and its quotient may use the fastest rounding:
 fp16 on a device, fp32 in the interpreter. Both give the same codes, though not always by the same border: an element
 between two borders gets the same place from either.
 
@@ -78,9 +78,9 @@ def places_ptx(signed: bool) -> str:
 def codes_ptx(signed: bool) -> str:
     """PTX for four codes, as bytes.
 
-    With signs, a code is 127 + p or 127 − p; p is 128 for what is nearest to −1, too, and then taken for 127.
+    With signs, a code is 127 + p or 127 − p; values nearest to −1 also have p = 128, which is replaced by 127.
 
-    Operands: $0 the codes; $1 bytes of places; $2–$5 fp32, negative for what is above the border at its place; with
+    Operands: $0 the codes; $1 bytes of places; $2–$5 fp32, negative for elements above the border at their place; with
     signs, $6–$9 the elements, fp32.
     """
     lines = [".reg .b32 a, b, p;", *_signs("a", 2), "and.b32 a, a, 0x01010101;"]
@@ -158,7 +158,7 @@ def _scales_of(largest):
 def _largest_of(values, SIGNED: tl.constexpr):
     """Bits of the largest magnitude of each block of values [R, H, C], int32 [R, 1, 1]; a NaN is the largest.
 
-    Unsigned values need no sign removed: on a device not even a NaN from arithmetic has one.
+    Unsigned values have no sign bit to remove: on a device, arithmetic makes no NaN with a sign.
     """
     bits = magnitude_bits(values) if SIGNED or IS_INTERPRETED else values.to(tl.int32, bitcast=True)
     return tl.max(tl.max(bits, axis=1, keep_dims=True), axis=2, keep_dims=True)

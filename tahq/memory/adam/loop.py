@@ -1,4 +1,4 @@
-"""What tahq's AdamWs share: groups, step counts, states, streams, and kernels bound to a parameter's tensors."""
+"""The base of tahq's AdamW optimizers: groups, step counts, states, streams, and kernels bound to tensors."""
 
 import math
 from abc import abstractmethod
@@ -82,11 +82,11 @@ def has_ptx(device_type: str) -> bool:
 class AdamwLoop(Optimizer):
     """AdamW over single parameters; subclasses define the step with their states.
 
-    The states of all parameters are made at the first step, also of those without a gradient: the tensors of a
+    The first step makes the states of all parameters, including those without a gradient, so the tensors of a
     checkpoint do not depend on which layers were used. A parameter without a gradient keeps its weight, its moments
     and its own number of steps.
 
-    `states`: a parameter's shape -> its states. The others are as in torch's AdamW; decay is decoupled.
+    `states`: a parameter's shape -> its states. The other arguments are those of torch's AdamW; decay is decoupled.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class AdamwLoop(Optimizer):
             weight.copy_(flat.view(weight.shape))
 
     def _bound_launches(self, parameter: Parameter, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
-        """Kernels that are kept as long as weight and states stay where they are; None: none can read the tensors."""
+        """Kernels, kept while weight and states stay at the same addresses; None if no kernel can read the tensors."""
         is_plain = gradient.layout == torch.strided and gradient.data_ptr() % _ALIGNMENT == 0
         if not (is_plain and gradient.is_contiguous() and parameter.is_contiguous()):
             return None
@@ -150,11 +150,11 @@ class AdamwLoop(Optimizer):
 
     @abstractmethod
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
-        """Kernels that take steps on these flat tensors and state; None where no kernel can."""
+        """Kernels that take steps on these flat tensors and state; None if no kernel can read them."""
 
     @abstractmethod
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
-        """Take one step without `_bind`, in place, on flat contiguous tensors [N]."""
+        """Take one step without bound kernels, in place, on flat contiguous tensors [N]."""
 
 
 def _run_side_by_side(jobs: list[Job]) -> None:

@@ -2,7 +2,7 @@
 
 Each moment of a parameter is three states: `<moment>` the codes, uint8 of the parameter's shape; `<moment>_scale`,
 bf16, and `<moment>_power`, uint8, one each per 128 consecutive elements of the flattened parameter; no `_power` where
-ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Reasons: decision 0018.
+ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Reasons: decision 18.
 
     m ← m + (1 − β₁)·(g − m);   v ← β₂·v + ((1 − β₂)·g)·g
     w ← w·(1 − η·λ) − η/(1 − β₁ᵗ) · (m / (√v · 1/√(1 − β₂ᵗ) + ε))

@@ -1,11 +1,11 @@
 """The step of `fp8_adamw` on CUDA as one kernel: weights, gradients and moments are read once and written once.
 
-Codes, scales and powers are bit-equal to `fp8_adamw.step_in_torch` at every step, for equal gradients: powers of two
-and logarithms, which every device rounds in its own way, decide nothing that their error could change. The change of a
+For equal gradients, codes, scales and powers are bit-equal to `fp8_adamw.step_in_torch` at every step: powers of two
+and logarithms, which devices round differently, decide nothing that their error could change. The change of a
 weight is within `UPDATE_ERROR` of that in `step_in_torch`, relative. Full programs run without masks, the last one with
 them.
 
-Codes are decoded by table, and encoded in one of two ways with the same result:
+Codes are decoded by table, and encoded by one of two methods with the same result:
 
 *Exact.* y = Δmax·(|x|/M)^k, by logarithms correct to about 10⁻⁶, estimates the largest magnitude of the format that is
 not above it; the table `uppers` decides whether the next one is nearer. Subnormals, zeros and non-finite numbers may
@@ -14,7 +14,7 @@ occur anywhere.
 *Fast*, for full programs, on devices with FP8 conversions. If the device rounds y·(1 ± 2⁻¹⁷) to the same code, and y
 errs by less, that code is correct, and no table is read. If it does not for any number of a program (by estimate in 4 %
 of programs of 256 numbers for each moment), or if there is a NaN, an infinity, or a zero beside other numbers, the
-program uses the exact way. The relative error of y:
+program encodes exactly. The relative error of y:
 
     log₂: 2⁻²² of it, or absolutely within (½, 2) (PTX, lg2.approx), so k·log₂ errs by at most 32·2⁻²², since k ≤ 32 and
     k·|log₂| ≤ 32, the range of E5M2; k is rounded, 32·2⁻²⁴; the sum, below 16, 2⁻²¹;  times ln 2: 7·10⁻⁶
@@ -133,7 +133,7 @@ def _moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
 
 @triton.jit
 def _scale_bits(largest):
-    """M as stored: the bits of the nearest bf16, as fp32's; 0 for what is subnormal. `largest`: as bits."""
+    """M as stored: the bits of the nearest bf16, as fp32's; 0 for subnormals. `largest`: as bits."""
     kept = tl.minimum(largest, _LARGEST_SCALE_BITS)
     rounded = (kept + 0x7FFF + ((kept >> 16) & 1)) >> 16 << 16
     return tl.where(largest < _SMALLEST_NORMAL_BITS, 0, rounded)
@@ -233,7 +233,7 @@ def _encode(
     MASKED: tl.constexpr, EXPAND: tl.constexpr, FRACTION: tl.constexpr, FAST: tl.constexpr,
     IS_SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The same, fast where that is allowed. Without signs there is nothing below 0."""
+    """The same, fast where that is allowed; unless IS_SIGNED, no x is below 0."""
     if FAST:
         # An unsigned value with a sign bit is NaN; as an unsigned integer it is the largest.
         bits = x.to(tl.int32, bitcast=True)
@@ -284,7 +284,7 @@ def step_kernel(
     FIRST_EXPAND: tl.constexpr, FIRST_FRACTION: tl.constexpr, SECOND_EXPAND: tl.constexpr,
     SECOND_FRACTION: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """One step of R groups; `AdamwNumbers` says what the numbers are."""
+    """One step of R groups; `AdamwNumbers` defines the numbers."""
     # A program may begin beyond 2³¹; offsets within it do not exceed that.
     program = tl.program_id(0) + first_program
     start = program.to(tl.int64) * (R * _GROUP)
@@ -328,7 +328,7 @@ def step_kernel(
 
 
 def bind_step(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) -> BoundLaunches | None:
-    """As `step_in_torch`, on these tensors and any gradient like this one; None where a tensor is not aligned."""
+    """Launches of a step on these tensors and any gradient like this one; None if a tensor is not aligned."""
     tensors = _tensors(weights, gradients, moments)
     if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
         return None

@@ -7,7 +7,7 @@ the unscaled sum to bf16.
 
 A backward quantises the bf16 gradient of its output to E5M2 and multiplies in FP8, as the paper's times imply (Table 7:
 a backward 1.71 times as fast) and its code does; `backward_products: bf16` multiplies that gradient unquantised.
-Decision 0019 compares the two. Gradients between layers and of weights are never FP8.
+Decision 19 compares the two. Gradients between layers and of weights are never FP8.
 
 Source: COAT §5.2, appendices D, G.3 and G.5.
 Letters: T tokens, C input channels, N output channels of a matrix.
@@ -184,13 +184,13 @@ def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> t
 
 
 def layouts_for(x: torch.Tensor) -> Layouts:
-    """The layouts that products need of a tensor of the size of x [T, C]: FP8 units need its transposed codes too."""
+    """The layouts that products need for a tensor as large as x [T, C]: FP8 units need its transposed codes too."""
     return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGradient:
-    """The gradient of a linear layer's output [T, N], as its two products take it.
+    """The gradient of a linear layer's output [T, N], in the form that its two products need.
 
     `plain`: in the dtype that is computed in; `codes`: in FP8, instead; `of_bias`: Σ_T ∂y, fp32 [N], of the gradient
     itself, where there is a bias.

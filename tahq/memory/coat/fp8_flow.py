@@ -163,8 +163,9 @@ class _Flow:
         """Add to the gradients of a linear layer's weight and bias, now or when the deferred part runs."""
 
         def add() -> None:
-            accumulate(weight.linear.weight, gradient.of_weight(x(), weight.linear.weight.dtype))
-            if gradient.of_bias is not None:
+            if weight.linear.weight.requires_grad:
+                accumulate(weight.linear.weight, gradient.of_weight(x(), weight.linear.weight.dtype))
+            if gradient.of_bias is not None and weight.linear.bias.requires_grad:
                 accumulate(weight.linear.bias, gradient.of_bias)
 
         if self.deferred is None:

@@ -32,7 +32,7 @@ from tahq.memory.coat.fp8_codes import (
 def group_maxima(x: torch.Tensor) -> torch.Tensor:
     """max|x| of every group of 1×16 of x [T, C], the last of a row possibly shorter: the first stage of group scaling.
 
-    fp32 [T, ⌈C/16⌉]; NaN where a group has one.
+    fp32 [T, ⌈C/16⌉]; NaN where a group holds a NaN.
     """
     return _grouped(x.float().abs()).amax(-1)
 

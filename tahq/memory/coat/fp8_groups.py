@@ -9,7 +9,7 @@ c cancels in the quotient (it only keeps powers within fp32): with M the group's
 
     code = round(Δmax·(|x|/M)^k),   |x| = M·(code/Δmax)^(1/k)
 
-so a group is stored as its codes, M and k. Every device rounds powers in its own way, so a code would sometimes differ
+so a group is stored as its codes, M and k. Devices round powers differently, so a code would sometimes differ
 by one. But k is stored in a byte, so there are finitely many functions: tables hold, for each k and code, the value
 (code/Δmax)^(1/k) and the largest ratio |x|/M that still rounds to that code. They are computed once, in fp64, and
 rounded to fp32 in the direction that keeps them correct; the rest is one product and comparisons, bit-equal everywhere.

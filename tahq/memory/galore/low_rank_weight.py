@@ -74,8 +74,8 @@ class LowRankSettings:
 class LowRankWeight:
     """A weight [m, n], its subspace and its moments, all zeros until they are assigned or loaded.
 
-    The canonical `name` is, with the run's seed and the step, the key of random draws; `drawn_as` is another name for
-    the key, since two copies of one matrix must be rounded alike.
+    The canonical `name` is, with the run's seed and the step, the key of random draws; `drawn_as` replaces it in
+    the key of a second copy of a matrix, since both copies must be rounded alike.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LowRankWeight:
 
     @torch.no_grad()
     def apply(self, step: int, lr: float, weight_decay: float) -> None:
-        """Take the optimizer's step with the summed gradients; none without a gradient, or before the first finite one.
+        """Take the optimizer's step with the summed gradients, if there are any and a basis has been found.
 
         W ← (1 − η·λ)·W − η·scale·back(direction), in fp32, then rounded.
         """

@@ -1,4 +1,4 @@
-"""Q-GaLore in a slice of a model: layers over `LowRankWeight`, which layers they replace, how many bytes they take.
+"""Q-GaLore in a slice of a model: layers over `LowRankWeight`, which layers they replace, and their bytes.
 
 The rule is `covered_layers`: the 2-D weights of the linear layers inside the blocks, which are the matrices of
 attention and of the MLP, and, unless they stay in fp32, embedding and head, which are not projected. All others,

@@ -1,4 +1,4 @@
-"""A trained weight as it is stored: INT8, bf16 or fp32, updated by adding in fp32 and rounding.
+"""A trained weight stored in INT8, bf16 or fp32, updated by adding in fp32 and rounding.
 
 There is no other copy of the weight. An update is added to the decoded weight in *fp32*, and only the sum is rounded:
 adding in bf16 first would lose most updates, which are a thousandth of the weight.
@@ -139,7 +139,7 @@ class Int8Weight:
 
     @torch.no_grad()
     def assign(self, values: torch.Tensor) -> None:
-        """Take these values (of any float type), rounded to nearest."""
+        """Store these values (of any float type), rounded to nearest."""
         flat = values.reshape(-1)
         for first in range(0, flat.numel(), _SLAB):
             values = flat[first : first + _SLAB].to(self.codes.device, torch.float32)
@@ -205,7 +205,7 @@ def _round_stochastic(steps: torch.Tensor, first: int, key: int) -> torch.Tensor
 
 
 class FullWeight:
-    """A weight or a projection in fp32 or bf16; an update is added in fp32 under either, and the sum rounded."""
+    """A weight or a projection in fp32 or bf16; an update is added in fp32, and only the sum is rounded."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
@@ -225,7 +225,7 @@ class FullWeight:
 
     @torch.no_grad()
     def assign(self, values: torch.Tensor) -> None:
-        """Take these values (of any float type), rounded to nearest."""
+        """Store these values (of any float type), rounded to nearest."""
         self.values.copy_(values)
 
     @torch.no_grad()

@@ -13,8 +13,8 @@ authors' code has cos, and takes half of the stable layers for unstable. Only th
 their code: later ones have nearly equal singular values and rotate among themselves while the subspace stays.
 
 A step with a search finds the new basis in the gradient of its *first* micro-batch and projects all of the step's
-micro-batches by it; the basis is kept only if the step is applied. A gradient with NaN or infinity finds nothing, and a
-skipped step keeps nothing: the search is then due again at the next step. (docs/decisions/0020-projected-gradients.md)
+micro-batches by it; the basis is kept only if the step is applied. With NaN or infinity in the
+gradient no basis is found, and a skipped step keeps none: the search is due again at the next step (decision 20).
 
 An INT4 basis has a bf16 scale and a one-byte zero-point per 256 codes, 4.09 bits per number in all (the authors' code
 uses a byte per code). Element 2i of the flattened basis is the low half of byte i, element 2i + 1 the high half.
@@ -48,7 +48,7 @@ def is_right(shape: Sequence[int]) -> bool:
 
 
 def low_rank_shape(shape: Sequence[int], rank: int) -> tuple[int, int]:
-    """Of a projected gradient: [m, r] or [r, n]."""
+    """The shape of a projected gradient: [m, r] or [r, n]."""
     return (shape[0], rank) if is_right(shape) else (rank, shape[1])
 
 
@@ -63,7 +63,7 @@ def project_back(low: torch.Tensor, basis: torch.Tensor, shape: Sequence[int]) -
 
 
 def exact_basis(gradient: torch.Tensor, rank: int) -> torch.Tensor:
-    """The first `rank` singular vectors on the smaller side, fp32 [rank, d], by a whole SVD."""
+    """The first `rank` singular vectors on the smaller side, fp32 [rank, d], by a full SVD."""
     u, _, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
     basis: torch.Tensor = vh[:rank] if is_right(gradient.shape) else u[:, :rank].t()
     return basis.contiguous()
@@ -119,8 +119,8 @@ class Int4Projection:
     def assign(self, basis: torch.Tensor) -> None:
         """Round fp32 [r, d] to nearest; an element moves by half a step at most.
 
-        Both ends of the range are rounded to the same side only where both lie halfway, so that the code above 15
-        that would come of it is at most half a step off as 15.
+        Both ends of the range round to the same side only if both lie halfway: the code 16 that this can give is at
+        most half a step off once it is clamped to 15.
         """
         groups = as_groups(basis.reshape(-1).float())
         scale, zero = scales(groups, _STEPS)
@@ -219,7 +219,7 @@ class LazySubspace:
         self._found.assign(exact_basis(gradient, rank) if is_exact else randomised_basis(gradient, rank, seed))
 
     def basis(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """This step's basis; None before the first."""
+        """This step's basis; None until one has been found."""
         if self._found is not None:
             return self._found.decoded(dtype)
         return None if self.refreshed_at == _NEVER else self._kept.decoded(dtype)
