@@ -1,7 +1,7 @@
 """Which keys may change when a run is resumed, and whether the continuation is still bit-exact.
 
-`exact` means: every later step has the losses and weights that the uninterrupted, unchanged run would have had, on the
-same machines. Each key of the configuration has one rule, found by the longest prefix of its dotted name; a key without
+`exact` means that every later step has the losses and weights of the uninterrupted, unchanged run on the same
+machines. Each key of the configuration has one rule, found by the longest prefix of its dotted name; a key without
 a rule is refused, so a new one cannot slip through.
 """
 
@@ -178,14 +178,14 @@ def _codecs(config: Config) -> list[CodecSpec]:
 def _coding(config: Config) -> tuple[Any, list[CodecSpec]]:
     """Everything about codecs that changes a number: the backend too, which may break ties of entropies differently."""
     return _get(config, "wire.backend"), [
-        # not where AQ-SGD keeps its samples
+        # where AQ-SGD keeps its samples changes nothing
         replace(spec, cache="memory") if isinstance(spec, AqsgdSpec) and spec.has_cache else spec
         for spec in _codecs(config)
     ]
 
 
 def _forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
-    """What AQ-SGD forgets, for the user: a cut keeps its samples while it is before the same block, at one length."""
+    """The samples that AQ-SGD forgets, for the user: a cut at the same block keeps them if they keep their length."""
     before, after = (any(isinstance(s, AqsgdSpec) and s.has_cache for s in _codecs(config)) for config in (old, new))
     if not after:
         return ("the samples that AQ-SGD remembered are dropped",) if before else ()
@@ -211,8 +211,12 @@ def _sequence_fits(old: Config, new: Config) -> bool:
     return longest is None or int(_get(new, "data.seq_len")) <= longest
 
 
+def _activations(config: Config) -> str:
+    return str(_get(config, "memory.activations") or "none")
+
+
 def _machines(config: Config) -> object:
-    """What computes, as far as the configuration says: this machine, or addresses and devices in order."""
+    """The machines that compute, by the configuration: this one, or addresses and devices in order."""
     hosts = config.get("hosts")
     return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
 
@@ -224,7 +228,10 @@ _LOW_RANK_FORMAT = KeyRule(Verdict.REFUSED, "the checkpoint has weights and stat
 _IS_NOT_FP8_ADAMW = _outside("training.optimizer", "fp8_adamw")
 _HAS_NO_8BIT_STATES = (lambda old, new: not (_has_8bit_states(old) or _has_8bit_states(new)), _IS_NOT_LOW_RANK[1])
 _IS_NOT_WSD = _outside("training.lr_schedule", "wsd", reason="only wsd uses it")
-_IS_CONSTANT = _outside("training.lr_schedule", "linear", "cosine", "wsd", reason="the rate is constant")
+_IS_CONSTANT = (
+    lambda old, new: _get(old, "training.lr_schedule") == _get(new, "training.lr_schedule") == "constant",
+    "the rate is constant",
+)
 _IS_NOT_COAT = _outside("memory.activations", "coat", reason="only coat uses it")
 _IS_LOSSLESS = (
     lambda old, new: all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config)),
@@ -234,7 +241,7 @@ _FOLLOWS = "codecs keep following the links, so it is exact only if they are cho
 _DECAY_LENGTH = "the rate decays over another number of steps"
 _UPDATES = "every later update differs"
 _CUTS = "with a lossy codec other tensors are rounded; raw:dtype=fp32 in both directions would keep it exact"
-_NOT_ARITHMETIC = "it has no part in the arithmetic"
+_NOT_ARITHMETIC = "it does not affect the arithmetic"
 _NO_EFFECT = "an evaluation changes no weight and draws no shared randomness"
 
 RULES: Mapping[str, KeyRule] = {
@@ -290,7 +297,7 @@ RULES: Mapping[str, KeyRule] = {
     "memory.activations": KeyRule(
         Verdict.INEXACT,
         "activations and products are rounded differently",
-        _outside("memory.activations", "coat", reason="it is the default"),
+        (lambda old, new: _activations(old) == _activations(new), "it is the default"),
     ),
     "memory.coat.backward_products": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_COAT),
     "memory.coat.keep_weight_codes": KeyRule(Verdict.EXACT, "weights that are encoded again have the same codes"),
