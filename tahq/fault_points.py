@@ -9,7 +9,7 @@ action             effect
 ``kill``           the process kills itself with SIGKILL: no handler, no clean-up
 ``stop=DURATION``  it stops itself with SIGSTOP; a helper process continues it after that time
 ``sleep=DURATION`` the thread that reached the point sleeps; other threads continue
-``raise``          `InjectedFault` is raised, which nothing in tahq expects
+``raise``          `InjectedFault` is raised, which no code in tahq catches
 
 After the name, ``stage=`` and ``step=`` restrict the fault; without them it matches any. A point without a stage
 or step passes -1.
@@ -61,7 +61,7 @@ NAMES: Final = (
 
 _FAULT = re.compile(
     rf"(?:(?P<action>kill|raise)|(?P<delay>stop|sleep)=(?P<duration>[^@]+))@(?P<point>{'|'.join(NAMES)})"
-    r"(?::stage=(?P<stage>\d+))?(?::step=(?P<step>\d+))?"
+    r"(?::stage=(?P<stage>\d+)|:step=(?P<step>\d+))*"
 )
 
 
@@ -83,7 +83,7 @@ class Fault:
 
 
 def reached(point: str, *, stage: int = -1, step: int = -1) -> None:
-    """Mark that this process has come to a point; the faults planned for it happen before this returns.
+    """Mark that this process has reached a point; faults planned for it happen before this returns.
 
     Args:
         point: one of `NAMES`.
@@ -119,7 +119,7 @@ def _happened_here() -> set[int]:
 
 
 def _claim(fault: Fault) -> bool:
-    """Whether this process is to inject the fault, now; True for one process, once."""
+    """Whether this process is to inject the fault now; True once, in one process."""
     folder = os.environ.get(FOLDER)
     if not folder:
         is_first = fault.position not in _happened_here()
@@ -151,7 +151,7 @@ def _parse_fault(position: int, text: str) -> Fault:
     if found is None:
         raise ConfigError(
             f"{FAULTS}: cannot read {text!r}: expected kill, stop=DURATION, sleep=DURATION or raise, then @ and one of "
-            f"the points {', '.join(NAMES)}, then perhaps :stage=NUMBER and :step=NUMBER"
+            f"the points {', '.join(NAMES)}, then optionally :stage=NUMBER and :step=NUMBER"
         )
     part = found.groupdict()
     try:

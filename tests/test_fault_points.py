@@ -48,6 +48,15 @@ def test_malformed_fault_is_refused(text):
         parse_faults(f"kill@forward,{text}")
 
 
+def test_stage_and_step_come_in_any_order():
+    assert [
+        (fault.stage, fault.step) for fault in parse_faults("raise@forward:step=3:stage=1,raise@forward:step=3")
+    ] == [
+        (1, 3),
+        (-1, 3),
+    ]
+
+
 def test_fault_happens_once_at_its_point_and_once_more_if_listed_twice(tmp_path):
     fault = "kill@forward:stage=1:step=1"
     status, lines, _ = run(f"{fault}, {fault}", tmp_path)
