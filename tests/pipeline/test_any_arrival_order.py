@@ -1,7 +1,6 @@
-"""Whatever the schedule, its depths and the order of arrival: stages finish, and hold no more than they may.
+"""Stages finish and stay within their depths under any schedule and any order of arrival.
 
-Real engines with real links' contract, on a virtual clock (`support/shuffled_links.py`); what they compute takes no
-time.
+Real engines on fake links with a virtual clock (`support/shuffled_links.py`); computing takes no time.
 """
 
 import threading
@@ -54,7 +53,7 @@ def schedules(draw):
 
 
 def engines(schedule: Schedule, network: ShuffledNetwork) -> list[StageEngine]:
-    """One for each stage, joined by the network's links."""
+    """One engine per stage, joined by the network's links."""
     table = codec_table("raw:dtype=fp16", "raw:dtype=fp16")
     links = [network.link(cut) for cut in range(schedule.num_chunks - 1)]
     cuts = [
@@ -139,7 +138,7 @@ def test_stages_finish_and_stay_within_their_depths_in_ten_thousand_cases(case, 
 
 
 def test_stages_that_wait_for_each_other_are_found_out():
-    """The order that `validate` refuses, run all the same."""
+    """An invalid schedule, whose stages wait for each other."""
     crossed = schedule("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     with pytest.raises(Deadlock):
         run(crossed, 0)

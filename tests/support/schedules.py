@@ -1,4 +1,4 @@
-"""Schedules from their printed form, and what makes one valid."""
+"""Parse printed schedules, and check that a schedule is valid."""
 
 import re
 
@@ -12,7 +12,7 @@ def action(text: str) -> Action:
 
 
 def schedule(text: str, name: str = "custom") -> Schedule:
-    """A row per line; a chunk is on the first stage that computes it."""
+    """The schedule with one row per line; a chunk is on the first stage that computes it."""
     rows = tuple(tuple(map(action, line.split())) for line in text.splitlines())
     holders = {each.chunk: stage for stage, row in reversed(list(enumerate(rows))) for each in row}
     num_micro_batches = 1 + max(each.micro_batch for row in rows for each in row)
@@ -20,10 +20,11 @@ def schedule(text: str, name: str = "custom") -> Schedule:
 
 
 def check(made: Schedule) -> None:
-    """Every pass once and on its chunk's stage, weight gradients ascending, and no stage waits forever."""
+    """Assert that every pass comes once, on its chunk's stage, weight gradients ascend, and no stage waits forever."""
     everything = [(stage, each) for stage, row in enumerate(made.actions) for each in row]
     assert len({each for _, each in everything}) == len(everything)
     assert all(made.placement[each.chunk] == stage for stage, each in everything)
+    assert all(each.micro_batch < made.num_micro_batches for _, each in everything)
     for chunk in range(made.num_chunks):
         mine = [each for _, each in everything if each.chunk == chunk]
         for number in range(made.num_micro_batches):

@@ -1,9 +1,8 @@
-"""Links between stages in one process, on which frames arrive in any order that a seed stands for.
+"""Links between stages in one process, on which frames arrive in an order drawn from a seed.
 
-Every stage runs in a thread of its own. Nothing arrives while any of them computes: when all of them wait for a
-frame or are done, one frame of those that are under way is drawn, and arrives. So time is virtual, the order of
-arrival is the seed's alone, and stages that wait while nothing is under way wait for ever: that is a deadlock, and
-every one of them is told.
+Every stage has its own thread. Nothing arrives while any of them computes: when all of them wait for a frame or are
+done, one of the frames in flight is drawn, and arrives. So time is virtual, and the order of arrival depends on the
+seed alone. If all stages wait and nothing is in flight, each of them raises Deadlock.
 """
 
 import random
@@ -87,7 +86,7 @@ class ShuffledLink:
         self._network = network
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
-        """Every frame is taken."""
+        """Frames are accepted without being posted."""
 
     def send(self, frame: Frame) -> None:
         self._network.put(self.peer, frame)
@@ -99,4 +98,4 @@ class ShuffledLink:
         return []
 
     def close(self) -> None:
-        """Nothing is to be released."""
+        """There is nothing to release."""

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: generation, validation and printing."""
+"""Pipeline schedules as data: generation and printing."""

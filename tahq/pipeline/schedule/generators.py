@@ -5,7 +5,7 @@ backward (B, or W where that is split). It is also the length of the warm-up: a 
 before its first backward, then a backward and a forward in turn. The deeper, the longer a gradient may travel without
 a stage waiting for it; 1F1B's default depth, P − r, hides no latency at all.
 
-Two stages must not wait for each other, so depths are lowered to what the neighbours allow:
+Depths are lowered to the limits that neighbours set, so that no two stages wait for each other:
 
     d_r ≤ d_{r−1}              stage r gets no more forwards than the stage before it computes
     d_0 ≤ d_{P−1} + 2g         interleaved: stage P − 1 feeds stage 0, in groups of at least g micro-batches

@@ -1,7 +1,6 @@
 """Plain-text pictures of a pipeline: a row per stage, time from left to right.
 
-Knows cells, not schedules, so that an invalid schedule can be drawn as well as a simulated step. A cell covers columns
-[start, end) of its row; all columns are equally wide.
+A cell covers columns [start, end) of its row; all columns are equally wide.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,25 +12,19 @@ MIN_COLUMNS = 4
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`label` in columns [start, end) of a row; if `marked`, between > and <."""
+    """`label` in columns [start, end) of a row."""
 
     row: int
     start: int
     end: int
     label: str
-    marked: bool = False
-
-    @property
-    def text(self) -> str:
-        """The label as it is drawn, before padding."""
-        return f">{self.label}<" if self.marked else self.label
 
 
 def render(cells: Iterable[Cell], row_names: Sequence[str], width: int | None = None) -> str:
     """The cells as text, one line per row, idle columns as dots.
 
-    Cells come in any order; those of one row must not overlap. Lines are as long as needed, or cut at a whole column to
-    `width` characters, and a note under the picture then says how much is missing.
+    Cells come in any order; those of one row must not overlap. Lines are as long as needed. With `width` they are cut
+    at a whole column to that many characters, and a note under the picture says how much is missing.
 
     Example:
         >>> print(render([Cell(0, 0, 1, "0F0"), Cell(1, 1, 2, "1F0"), Cell(1, 2, 4, "1B0")], ["a ", "b "]))
@@ -42,7 +35,7 @@ def render(cells: Iterable[Cell], row_names: Sequence[str], width: int | None = 
     for cell in sorted(cells, key=lambda cell: cell.start):
         rows[cell.row].append(cell)
     num_columns = max((row[-1].end for row in rows if row), default=0)
-    column = max((len(cell.text) for row in rows for cell in row), default=0) + 1
+    column = max((len(cell.label) for row in rows for cell in row), default=0) + 1
     margin = max((len(name) for name in row_names), default=0)
     shown = num_columns
     if width is not None and margin + num_columns * column > width:
@@ -62,6 +55,6 @@ def _draw_row(row: Sequence[Cell], num_columns: int, column: int) -> str:
         width = (cell.end - cell.start) * column
         # the last character of a cell stays blank, so that neighbours never touch
         filling = "-" if cell.end - cell.start > 1 else " "
-        text += cell.text.ljust(width - 1, filling) + " "
+        text += cell.label.ljust(width - 1, filling) + " "
     text += idle * (num_columns - len(text) // column)
     return text[: num_columns * column]

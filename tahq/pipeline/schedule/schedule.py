@@ -4,7 +4,7 @@ An action in torch's notation is `2F0`: chunk 2, forward, micro-batch 0. `B` is 
 (gradient of the input) and then `W` (gradient of the weights). Chunk c feeds chunk c + 1; a stage holds one chunk, or
 several under interleaved schedules.
 
-Engine and simulator rely on what all of `generators.py` keep:
+A run executes no schedules but those of `generators.py`. Engine and simulator rely on these invariants of theirs:
 - each micro-batch passes each chunk exactly once forward and once backward, on the stage that holds it;
 - weight gradients of a chunk (B, W) come in ascending order of micro-batch under every schedule, so that sums do not
   depend on it;
