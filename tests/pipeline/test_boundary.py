@@ -144,6 +144,13 @@ def test_error_is_measured_on_the_first_micro_batch_of_every_second_step(changin
     assert lower.take_errors() == [] == upper.take_errors()
 
 
+@pytest.mark.parametrize(("value", "error"), [(0.0, 0.0), (math.nan, math.inf), (math.inf, math.inf)])
+def test_error_of_zeros_is_zero_and_of_non_finite_values_infinite(changing, value, error):
+    lower, _ = changing
+    lower.send(FIRST, torch.full(WIDE, value))
+    assert [sample.relative_error for sample in lower.take_errors()] == [error]
+
+
 # -- codecs that remember samples --------------------------------------------------------------------
 
 

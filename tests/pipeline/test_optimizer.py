@@ -158,3 +158,15 @@ def test_decay_spares_norms_and_biases(optimizer):
         # the decay alone, as torch computes it: a double, rounded once into the product
         expected = before[name] * (1 - 0.05 * 0.1) if decayed(name, parameter) else before[name]
         assert torch.equal(parameter, expected)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rate_is_that_of_the_groups(optimizer):
+    """Which `StageUpdate` sets in each step; at a rate of 0 nothing moves."""
+    parameters = make_parameters()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    built = build_optimizer(config(optimizer), parameters, decayed)
+    for group in built.param_groups:
+        group["lr"] = 0.0
+    take_steps(built, parameters, range(2))
+    assert_equal(parameters, before)
