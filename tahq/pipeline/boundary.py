@@ -1,8 +1,8 @@
 """One cut of the model, seen from one of its two sides: tensors become frames, frames become tensors.
 
 This is the only module that knows both codecs and transports. A tensor is named by its logical id, from which both
-sides also derive the codec's key. A receive is posted ahead with the codec and shape that the plan says, and a frame
-is checked against that when it is taken.
+sides also derive the codec's key. Receives are posted ahead with the planned codec and shape, and each frame is checked
+against them.
 """
 
 import logging
@@ -25,9 +25,9 @@ from tahq.quant.spec import RawSpec
 from tahq.randomness import derive_seed
 
 BOUNDARY_DTYPE = torch.float32
-"""Of a tensor at a cut, before encoding and after decoding."""
+"""Type of the tensors at a cut, before encoding and after decoding."""
 CARRIED = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
-"""What crosses a cut in each direction."""
+"""The tensors that cross a cut in each direction."""
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class CodecTable:
     """The codecs of one cut; a frame names its codec by the index here.
 
     Index 0 is raw, then come the codecs that activations may use, then those of gradients. `use` changes the codec in
-    force from a step on; both ends of a cut do the same. Codecs with state belong to one cut, so every cut has a table
-    of its own.
+    force from a step on; both ends of a cut do the same. Codecs with state belong to one cut, so every cut has its own
+    table.
 
     Args:
         wire: the codecs that each direction starts with and may change to, their backend and threads. The backends of
@@ -107,7 +107,7 @@ def codec_key(id: LogicalId, seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CutIdentity:
-    """What the logical ids of all tensors on one cut have in common."""
+    """The part that the logical ids of all tensors at one cut share."""
 
     run: int
     seed: int
@@ -138,7 +138,7 @@ class CodecEnd:
         return {self.cut + name: tensor for name, tensor in self.codec.state_tensors().items()}
 
     def load(self, names: Collection[str], read: Callable[[str], torch.Tensor], sample_shape: tuple[int, ...]) -> None:
-        """Take this end's state from a checkpoint; warns if it has none that fits."""
+        """Take this end's state from a checkpoint; warns if nothing fits."""
         mine = [name.removeprefix(self.cut) for name in names if name.startswith(self.cut + self.end)]
         if not self.codec.load_state(mine, lambda name: read(self.cut + name), sample_shape):
             found = "samples of another length" if mine else "nothing"
@@ -208,7 +208,7 @@ class Boundary:
         return finite
 
     def post(self, id: LogicalId, shape: tuple[int, ...]) -> None:
-        """Post a receive ahead, so that a frame finds its place whenever it comes."""
+        """Post a receive, so that its frame is accepted whenever it arrives."""
         index = self.codecs.index(id.purpose, id.direction, id.step)
         self._posted[id] = (index, shape, BOUNDARY_DTYPE)
         self.transport.expect(id, self.codecs.codecs[index].encoded_nbytes(shape))
@@ -220,7 +220,7 @@ class Boundary:
 
         Raises:
             PeerLostError: the link is lost.
-            RemoteProtocolError: its codec, shape or dtype is not what the plan says.
+            RemoteProtocolError: its codec, shape or dtype differs from the plan.
             CodecError: its payload is not a valid stream.
         """
         with self._stopwatch.measure(waiting or self.waiting, id):
@@ -265,7 +265,7 @@ class Boundary:
 
     def _codec_arguments(self, codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> dict[str, Any]:
         arguments: dict[str, Any] = {"key": codec_key(id, self._seed) if codec.is_keyed else 0}
-        if isinstance(codec, AqsgdCodec):  # remembers what crosses in training, and nothing of evaluations
+        if isinstance(codec, AqsgdCodec):  # remembers the samples of training only
             is_remembered = id.purpose is Purpose.TRAIN and codec.is_stateful
             if is_remembered and sample_ids is None:
                 raise LocalProtocolError(f"cut {id.cut}: {codec.spec} needs the ids of the samples in training")

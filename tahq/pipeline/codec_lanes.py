@@ -1,4 +1,4 @@
-"""Where encoding and decoding happen: in two threads beside the compute loop, or in the loop itself.
+"""Run encoding and decoding in two threads beside the compute loop, or in the loop itself.
 
 With threads, the compute loop never waits for an encoder and finds its next input decoded: one thread encodes and
 sends what the loop hands over, in order; the other waits for the step's frames in the order in which the loop uses
@@ -29,7 +29,7 @@ LOOKAHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A posted receive; `waiting` is the activity that waiting for it is counted as."""
+    """A posted receive; time spent waiting for it counts as the activity `waiting`."""
 
     boundary: Boundary
     id: LogicalId
@@ -42,7 +42,7 @@ _Decoded = tuple[torch.Tensor, torch.cuda.Event | None, Receive, float]
 
 
 class InlineLanes:
-    """Does everything at once in the caller's thread. Per step: `begin`, then `take` and `send`, then `finish`."""
+    """Encodes and decodes in the caller's thread. Per step: `begin`, then `take` and `send`, then `finish`."""
 
     def __init__(self) -> None:
         self._receives: list[Receive] = []
@@ -54,7 +54,7 @@ class InlineLanes:
         self._is_finite = True
 
     def take(self) -> torch.Tensor:
-        """The next tensor; raises whatever went wrong with it, or with anything sent."""
+        """The next tensor; raises the errors of receiving it, and of sending earlier ones."""
         receive = self._receives.pop()
         return receive.boundary.receive(receive.id, receive.sample_ids, receive.waiting)
 
@@ -173,7 +173,7 @@ def _forget(what: object) -> None:
 
 
 class _Stream:
-    """A CUDA stream of a thread's own, ordered with the compute loop's by events; on CPU, nothing."""
+    """A thread's own CUDA stream, ordered with the compute loop's by events; does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -23,7 +23,7 @@ class Phases:
     decay_steps: int = 0
 
     def misfit(self, num_steps: int, length: str) -> str:
-        """Why they do not fit into a run of `num_steps`, which the message calls `length`; empty: they do."""
+        """An error message, which calls `num_steps` `length`, if they do not fit into so many steps; else empty."""
         if self.warmup_steps + self.decay_steps <= num_steps:
             return ""
         decay = f" and decay_steps {self.decay_steps}" if self.decay_steps else ""

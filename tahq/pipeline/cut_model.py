@@ -34,8 +34,8 @@ CodecPair = tuple[Codec | None, Codec | None]
 class CodecCut(torch.autograd.Function):
     """A cut without a link: forward through one codec, backward through the other.
 
-    ``CodecCut.apply(x, codecs, keys)`` gives what a `Boundary` on the other side would have received, to the bit, in
-    the dtype, shape and device of x [B, …, C]; so does the gradient. Keys are those of `boundary.codec_key`.
+    ``CodecCut.apply(x, codecs, keys)`` gives the tensor that a `Boundary` on the other side would receive, to the bit,
+    in the dtype, shape and device of x [B, …, C]; so does the gradient. Keys are those of `boundary.codec_key`.
     """
 
     @staticmethod

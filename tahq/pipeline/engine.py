@@ -123,7 +123,7 @@ class StageEngine:
         bf16: compute under bf16 autocast.
         stopwatch: shared with the boundaries.
         tied: exchanges the gradients of tied embeddings.
-        on_action: called before each action with (step, action); raises to leave.
+        on_action: called before each action with (step, action); may raise to end the step.
         on_step: called with each step's number before it is computed.
         lanes: where encoding and decoding happen.
     """
@@ -154,7 +154,11 @@ class StageEngine:
         return self._step.batch
 
     def run_step(self, number: int) -> StepResult:
-        """Forward and backward of a step's micro-batches; leaves summed gradients behind, raises like the links."""
+        """Forward and backward of a step's micro-batches; leaves the summed gradients in the weights.
+
+        Raises:
+            PeerLostError, RemoteProtocolError, CodecError: from the links.
+        """
         if self.on_step is not None:
             self.on_step(number)
         for chunk in self.chunks.values():
@@ -257,7 +261,7 @@ class StageEngine:
     # -- evaluation ------------------------------------------------------------------------------
 
     def evaluate(self, step: int, num_batches: int) -> EvaluationResult | None:
-        """Validation loss of the present weights, with the wire's codecs and with raw ones; on the last stage."""
+        """Validation loss of the current weights, with the wire's codecs and with raw ones; on the last stage."""
         loss_sum, tokens = self._validate(Purpose.EVAL, step, num_batches)
         raw_loss_sum, _ = self._validate(Purpose.EVAL_RAW, step, num_batches)
         has_loss = any(chunk.outgoing is None for chunk in self.chunks.values())

@@ -1,6 +1,6 @@
-"""Measures what codecs do to a model's gradients, along the trajectory of training without them.
+"""Measures how codecs change a model's gradients, along the trajectory of training without them.
 
-At each probed step the weights stand still while M batches are computed: the step's own and the M − 1 after it. For
+At each probed step M batches are computed with the same weights: the step's own and the M − 1 after it. For
 each batch, g is the gradient without codecs and ĝ that of a wire, from the same weights, samples and dropout masks.
 Two comparisons are made (TAH-Quant, Assumption 4.4): ĝ with g batch by batch (Eq. 9), and their means over the M
 batches, which stand for the expectation (Eq. 10). Then g of the step's own batch moves the weights.
@@ -81,7 +81,8 @@ def compare(reference: Mapping[str, torch.Tensor], error: Mapping[str, torch.Ten
 class StepErrors:
     """The error of one wire at the weights after `step` steps.
 
-    `batches` has the sums of each batch, the step's own first; `mean` those of the sum over the batches, None of one.
+    `batches` has the sums of each batch, the step's own first; `mean` those of the sum over the batches, None for a
+    single batch.
     """
 
     step: int

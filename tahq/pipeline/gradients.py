@@ -1,4 +1,4 @@
-"""Loss, gradient scale, norms and tied gradients, such that no division of a step into parts changes them.
+"""Loss, gradient scale, norms and tied gradients, which do not depend on how a step is divided.
 
 The loss of a micro-batch is a sum. Each parameter's squared norm is taken alone, in fp64; sums over parameters use
 `math.fsum`, which is exact and therefore independent of the order.

@@ -81,7 +81,7 @@ class EmaSgd(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step on the gradients at hand; parameters without a gradient stay as they are."""
+        """One step with the present gradients; parameters without a gradient do not change."""
         for group in self.param_groups:
             _decay(group["params"], group["lr"], group["weight_decay"])
             for parameter in group["params"]:

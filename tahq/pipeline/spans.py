@@ -58,7 +58,7 @@ class CudaMarks:
 
         Counted back from an event that has just been waited for, the only moment that both clocks know.
         """
-        marks[-1].synchronize()  # perhaps of another stream; the earlier ones are of the same stream, and done
+        marks[-1].synchronize()  # it may be on another stream; earlier ones are on that stream too, so they are done
         anchor = self.mark()
         anchor.synchronize()
         now_s = time.monotonic()

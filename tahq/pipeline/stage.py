@@ -93,10 +93,11 @@ class Stage:
         low_rank = {name: w for module in modules.values() for name, w in low_rank_weights(module).items()}
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
-        sizes = (training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size)
-        self._shape = StepShape(*sizes)
-        weights = (parameters, self._module.is_decayed, plan.total_steps, tied, low_rank)
-        self.update = StageUpdate(training, *weights, self._shape.gradient_scale)
+        self._shape = StepShape(
+            training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
+        )
+        scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
+        self.update = StageUpdate(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale)
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends: list[CodecEnd] = []
         for chunk in chunks.values():

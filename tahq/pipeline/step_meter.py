@@ -1,8 +1,8 @@
-"""What a worker reports of each step: the traffic of its links and, in traced steps, every span.
+"""Measures each step for the worker's reports: the traffic of its links and, in traced steps, every span.
 
-A step begins at the COMMIT before it (or at START, or after an evaluation) and is reported once. What the links still
-send after that counts in the next step. Frames of evaluations occupy the wire but belong to no step. The trace of a
-step has all frames of that step, whenever they are acknowledged, but waits no longer than to the end of the next step.
+A step begins at the COMMIT before it (or at START, or after an evaluation) and is reported once. Later
+traffic counts in the next step. Frames of evaluations occupy the wire but belong to no step. The trace of a step has
+all of its frames that are acknowledged by the end of the next step.
 
 A frame has the same name at both ends (`frame_name`), so that a trace can draw an arrow from its encoding over its time
 on the wire to its decoding.
@@ -40,7 +40,7 @@ class TraceRow(NamedTuple):
 
 @dataclass(slots=True)
 class _TracedStep:
-    """What is kept of a traced step; it has no spans until it is committed."""
+    """The records of a traced step; it has no spans until it is committed."""
 
     spans: list[TraceRow] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
@@ -160,7 +160,7 @@ def _name(category: str, sender: str, detail: Any) -> str:
 
 
 def _sending_rows(passages: Iterable[Passage], lanes: Mapping[tuple[int, Direction], str]) -> list[TraceRow]:
-    """When each frame had the wire, one row per run of its pieces; `lanes` are names by link and direction."""
+    """When each frame was on the wire, one row per run of its pieces; `lanes` are names by link and direction."""
     rows: list[TraceRow] = []
     for passage in passages:
         piece, lane, frame = passage.piece, lanes[passage.key], frame_name(passage.piece.id)

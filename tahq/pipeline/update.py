@@ -1,8 +1,8 @@
-"""The only place where weights change: a stage's parameters are updated as the coordinator commits.
+"""Updates a stage's weights as the coordinator commits; weights change nowhere else.
 
 PREPARE reports `squared_norms`; COMMIT answers with (apply or skip, clip factor); only then does `StageUpdate.apply`
 change anything. Learning rates are a pure function of the step, so they are not sent. With `training.qgalore.fused` the
-backward itself applies the step, and COMMIT finds nothing left to do.
+backward itself applies the step, and nothing is left to do at COMMIT.
 """
 
 import math
@@ -56,7 +56,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
 
 
 class StageUpdate:
-    """Optimizer and learning rate of one stage, whose parameters and low-rank weights come by canonical name.
+    """Updates the weights of one stage: optimizer, clipping and learning rate.
 
     With `training.qgalore.fused` each weight takes its step within the backward, as soon as it has its gradient, which
     is then freed. That is for one stage, one micro-batch and no clipping, because elsewhere a step is only decided once
@@ -70,7 +70,7 @@ class StageUpdate:
         parameters: by canonical name.
         decayed: which of them have weight decay.
         total_steps: of the run.
-        tied: has a second copy of a weight, which is left out of the norm.
+        tied: names the second copy of a tied weight, which is left out of the norm.
         low_rank: weights that are trained in a subspace, by canonical name.
         gradient_scale: the factor that gradients carry in the backward; None: never fuse.
     """

@@ -48,8 +48,11 @@ DAMAGE = {
     "a missing file": (lambda folder: next(folder.glob("stage-001-*")).unlink(), r"stage-001-.* is missing"),
     "a manifest cut short": (lambda folder: truncate(folder / "manifest.json"), r"manifest\.json is not a usable"),
     "an empty manifest": (lambda folder: (folder / "manifest.json").write_text(""), r"manifest\.json is not a usable"),
-    "a missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "latest says 'step-00000030', which is"),
-    "a missing folder": (lambda folder: folder.rename(folder.with_name("gone")), "latest says 'step-00000030'"),
+    "a missing manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        "latest names 'step-00000030', which is",
+    ),
+    "a missing folder": (lambda folder: folder.rename(folder.with_name("gone")), "latest names 'step-00000030'"),
 }
 
 

@@ -1,11 +1,11 @@
-"""Files of checkpoints that come from other workers: copies kept for other stages, and what a lost stage restarts from.
+"""Checkpoint files from other workers: copies kept for other stages, and the file that a lost stage restarts from.
 
 ::
 
     copies/stage-003/step-00000050/stage-003-88ab….safetensors
 
-A file is complete, durable and the right one, or does not exist: it grows under another name, and is continued there
-the next time, in this process or another.
+A file has its name only when it is complete, durable and verified. Until then it grows under another name, from which
+a later fetch continues, in this process or another.
 """
 
 import hashlib
@@ -53,12 +53,12 @@ def has_file(path: Path, sha256: str) -> bool:
 def fetch_file(path: Path, sha256: str, pieces: Pieces, is_wanted: Callable[[], bool] = lambda: True) -> bool:
     """Fetch a file with this hash (hex) from `pieces` to its place, durably; one process at a time.
 
-    Returns False if it is no longer wanted when the pieces have ended; the part that has come is kept.
+    Returns False if it is no longer wanted when the pieces have ended; the received part is kept.
 
     Raises:
         RemoteProtocolError: the content is wrong; nothing is kept.
         SnapshotError: the file cannot be written.
-        PeerLostError: from `pieces`; the part that has come is kept.
+        PeerLostError: from `pieces`; the received part is kept.
     """
     partial_path = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
@@ -211,7 +211,7 @@ class CheckpointCopies:
         `working` is called with the present activity.
 
         Raises:
-            PeerLostError: this stage's file cannot be had; the message names it, with every reason.
+            PeerLostError: this stage's file is nowhere to be found; the message names it, with every reason.
         """
         assign, reasons = self._assign, list[str]()
         candidates = [assign]
@@ -235,7 +235,7 @@ class CheckpointCopies:
     def _is_fetched(
         self, path: Path, sha256: str, place: tuple[str, str], working: Callable[[str], None], reasons: list[str]
     ) -> bool:
-        """Whether the worker at this address gave the file; adds the reason why not."""
+        """Fetch the file from this address; returns whether that worked, or adds the reason why not."""
         working(f"fetching {path.name}")
         log.info("fetching %s from %s", path.name, place[0])
         try:

@@ -1,4 +1,4 @@
-"""Files that are complete and survive a power cut, or do not exist; reading files that others may have replaced.
+"""Writes files that are complete and survive a power cut, or do not exist; reads files that others may have replaced.
 
 Content goes to a temporary name, is forced to the disk, and gets its final name by a rename, which is atomic; then the
 folder is forced to the disk too, or the name itself could be lost.
@@ -33,7 +33,7 @@ class DiskFullError(SnapshotError):
 def write_durably(temporary: Path, write: Callable[[BinaryIO], str]) -> Path:
     """Write a file under a temporary name, and move it to the name that `write` returns when it is durable.
 
-    The folder is made if it does not exist. One writer at a time: what a killed one left is overwritten.
+    The folder is made if it does not exist. One writer at a time; the remains of a killed one are overwritten.
 
     Returns:
         The final path.

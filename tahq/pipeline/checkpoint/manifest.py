@@ -1,4 +1,4 @@
-"""The parts of a checkpoint, their places, and what computed them.
+"""A checkpoint's files and manifest, their places, and the hardware and libraries that computed them.
 
 ::
 
@@ -37,7 +37,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class StageMeta:
-    """The description in a stage's file, in plain values: what wrote it, after how many committed steps."""
+    """The description in a stage's file, in plain values: its writer, and the committed steps before it."""
 
     step: int
     stage: int
@@ -187,7 +187,9 @@ def latest_folder(snapshots: Path) -> Path:
         raise SnapshotError(f"cannot read {path}: {error}") from error
     folder = snapshots / name
     if folder not in snapshot_folders(snapshots).values() or not (folder / MANIFEST).is_file():
-        raise SnapshotError(f"{path} says {name[:80]!r}, which is not a complete checkpoint; write the name of one")
+        raise SnapshotError(
+            f"{path} names {name[:80]!r}, which is not a complete checkpoint; write another name into it"
+        )
     return folder
 
 
@@ -201,7 +203,7 @@ def read_latest(snapshots: Path) -> tuple[Path, Manifest]:
 
 
 def arithmetic_of(device: torch.device, codec_backend: str) -> dict[str, str]:
-    """What the bits of a stage's results depend on besides the configuration, as short texts by name.
+    """The hardware and libraries on which the bits of a stage's results depend, as short texts by name.
 
     A stage that continues on another processor, library or number of threads still runs, but sooner or later rounds
     differently; so a checkpoint records these, and a difference is announced. `codec_backend` is `wire.backend`.

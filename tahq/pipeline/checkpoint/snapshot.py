@@ -140,9 +140,9 @@ class ChosenSnapshot:
 def choose_snapshot(snapshots: Path, *, all_files_here: bool, before: float = math.inf) -> ChosenSnapshot:
     """The newest checkpoint that is complete and undamaged; every file that is here is read and its hash compared.
 
-    `latest` names the one that is meant. If it is damaged, the one before it is taken, and so on, with a warning for
-    each; never one newer than `latest`, which may belong to a history that was turned back from. Only if `latest` names
-    no complete checkpoint does the newest complete one replace it.
+    `latest` names the one to use. If it is damaged, the one before it is taken, and so on, with a warning for each;
+    never one newer than `latest`, which may belong to a history that was turned back from. Only if `latest` names no
+    complete checkpoint does the newest complete one replace it.
 
     `all_files_here` says whether a file that is not here is missing, or may be on its stage's host; only checkpoints
     with fewer steps than `before` are taken.

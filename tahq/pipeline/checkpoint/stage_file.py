@@ -2,7 +2,7 @@
 
 The format is safetensors: u64 length of the header, little-endian; the header as JSON, name -> dtype, shape, offsets;
 then the tensors' bytes without gaps. Writing holds one tensor in memory at a time and hashes it on its way to the disk,
-so a disk that stores something else is found out on reading. (`safetensors.torch.save_file` wants all tensors on the
+so corruption on the disk is detected on reading. (`safetensors.torch.save_file` wants all tensors on the
 CPU at once, needs another read for the hash, and hides the errno of a full disk.)
 """
 

@@ -32,7 +32,7 @@ Write = Callable[[int, Mapping[str, torch.Tensor]], None]
 
 
 class SnapshotWriter:
-    """One stage's writer, called by the compute thread only; with `num_buffers` 0 nothing is written beside."""
+    """One stage's writer, called by the compute thread only; with `num_buffers` 0 that thread does all the writing."""
 
     def __init__(self, write: Write, num_buffers: int, stopwatch: Stopwatch) -> None:
         self._write = write
@@ -155,7 +155,7 @@ class SnapshotBuffer:
         self._copied: Any = None
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy these tensors, of any strides, on the CPU and at most one CUDA device; raises if memory lacks room."""
+        """Copy tensors of any strides, on the CPU and at most one CUDA device; RuntimeError if memory is full."""
         self._memory = {name: memory for name, memory in self._memory.items() if name in tensors}
         self.tensors = {name: self._room(name, source) for name, source in tensors.items()}
         self._device = next((source.device for source in tensors.values() if source.is_cuda), None)
