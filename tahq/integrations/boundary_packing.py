@@ -1,15 +1,15 @@
-"""Packs what one stage of torch's pipeline sends and receives: torch's point-to-point operations in, others out.
+"""Packs the tensors that one stage of torch's pipeline sends and receives, by replacing point-to-point operations.
 
-Works on lists of `torch.distributed.P2POp` alone. Both ends of a cut go through the same steps with equal numbers, and
-so come to the same keys and lengths.
+Works on lists of `torch.distributed.P2POp` alone. Both ends of a cut take the same steps with equal numbers, and so
+derive the same keys and lengths.
 
 Packed are fp32, bf16 and fp16 tensors whose stream is shorter than they are, and for which a gradient comes back. All
 others (integers, masks, constants, fp64, a loss of one element) are sent unchanged. A mask of floats differs from
-a hidden state by its gradient alone; so where no tensor of a crossing is known to have one (an evaluation before all
-training, frozen layers), the only one is packed, and of several none.
+a hidden state by its gradient alone. So where no tensor of a crossing is known to have one (an evaluation before all
+training, frozen layers), a single tensor is packed, and several are not.
 
-A message is a stream and 8 bytes behind it, a hash of the sender's view of it: gloo accepts a message that is shorter
-than its buffer without an error.
+A message is a stream followed by 8 bytes, a hash of the sender's description of the tensor: gloo accepts a message that
+is shorter than its buffer without an error.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Crossing(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One tensor of a crossing, as torch's two ends have agreed on it: the receiver's buffer is made to it.
+    """The description of one tensor of a crossing on which both ends agree; the receiver's buffer is made from it.
 
     `has_gradient`: a gradient for it comes back in training, or it is a gradient; False where that is not known.
     """
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class IncomingMessage(NamedTuple):
-    """A message that is coming in, and the tensor it stands for, `number` of those that cross at once."""
+    """A message to be received, and the tensor that it fills, the `number`-th of its crossing."""
 
     number: int
     message: torch.Tensor
@@ -113,7 +113,7 @@ class BoundaryPacking:
     def expect(
         self, ops: Sequence[distributed.P2POp], crossing: Crossing, slots: Sequence[Slot]
     ) -> list[distributed.P2POp]:
-        """The receives in `ops`, into buffers for messages where these come; `unpack` then fills the tensors."""
+        """The receives in `ops`, into buffers for messages where tensors are packed; `unpack` fills the tensors."""
         if ops:
             self._count()
         arrivals = {
@@ -124,7 +124,7 @@ class BoundaryPacking:
         return [_with(op, arrivals[index].message) if index in arrivals else op for index, op in enumerate(ops)]
 
     def unpack(self, crossing: Crossing) -> None:
-        """Decode what has arrived into torch's own buffers; does nothing where nothing is sent, within a rank.
+        """Decode the arrived messages into torch's own buffers; between stages of one rank there are none.
 
         CodecError, with stage and micro-batch: a message is damaged, or of another length or tensor.
         """
@@ -166,12 +166,12 @@ class BoundaryPacking:
         return packing_key(self._seed, self._step, crossing, index) if codec.is_keyed else 0
 
     def _tag(self, codec: Codec, tensor: torch.Tensor, crossing: Crossing, index: int) -> bytes:
-        """Hash of all that both ends should know of a tensor, but for the seed, which the key depends on."""
+        """Hash of all that both ends should know of a tensor, except for the seed, which is in the key."""
         kind = (str(codec.spec), str(tensor.dtype), *tensor.shape)
         return derive_seed("tag", *_name(self._step, crossing, index), *kind).to_bytes(TAG_NBYTES, "little")
 
     def _packed(self, slots: Sequence[Slot], kind: str) -> set[int]:
-        """The tensors of a crossing that are packed; both ends know no more than the slots."""
+        """The tensors of a crossing that are packed, decided from the slots alone, which both ends have."""
         candidates = [
             index
             for index, slot in enumerate(slots)

@@ -12,7 +12,7 @@ receive, what computes a micro-batch (where messages are decoded), and what begi
 buffers, autograd and the schedule stay torch's; the agreed shapes are read where torch keeps them, `_stage_meta`.
 Between stages of one rank torch hands tensors over; nothing is sent there, and nothing is packed.
 
-docs/integrations.md says more.
+See docs/integrations.md.
 """
 
 import functools
@@ -66,16 +66,16 @@ def compress(
         seed: of randomised codecs, equal on all ranks of the pipeline. Give every replica of data parallelism its
             own, and all ranks of tensor parallelism the same.
         step: number of the training step that comes next, for a run that is resumed.
-        backend: which implementation of the codecs, `auto` by device; ranks may differ.
-        threads: how many the codecs' CPU backend may use.
+        backend: implementation of the codecs, `auto` by device; ranks may differ.
+        threads: of the codecs' CPU backend.
 
     Returns:
-        What was given.
+        `stages`.
 
     Raises:
         ConfigError: an unknown or stateful codec, a backend that does not run on a stage's device, another release of
-            torch, no stages, something else than stages, a stage that is given twice or is compressed already, or
-            ranks that were told different things. No stage was changed then.
+            torch, no stages, an argument that is not a stage, a stage that is given twice or is compressed already, or
+            ranks with different arguments. No stage was changed then.
     """
     check_torch(torch.__version__)
     given = _given(stages)
@@ -83,8 +83,8 @@ def compress(
     specs = {"activations": activations, "gradients": gradients}
     made = [[_codec(key, spec, backend, threads, stage.device) for key, spec in specs.items()] for stage in given]
     kinds = [_compressed(type(stage)) for stage in given]
-    said = {"activations": str(made[0][0].spec), "gradients": str(made[0][1].spec), "seed": seed, "step": step}
-    _agree(said, given[0].group)
+    settings = {"activations": str(made[0][0].spec), "gradients": str(made[0][1].spec), "seed": seed, "step": step}
+    _agree(settings, given[0].group)
     for stage, codecs, kind in zip(given, made, kinds, strict=True):
         stage.tahq_packing = BoundaryPacking(stage.stage_index, *codecs, seed=seed, step=step)  # type: ignore[attr-defined]
         stage.__class__ = kind
@@ -92,7 +92,7 @@ def compress(
 
 
 class CompressedStage(PipelineStage):
-    """What `compress` makes of a stage's class; not to be made directly."""
+    """The class of a compressed stage. `compress` assigns it; it has no constructor of its own."""
 
     tahq_packing: BoundaryPacking
 
@@ -102,24 +102,24 @@ class CompressedStage(PipelineStage):
         self.tahq_packing.begin_step(has_backward=self.has_backward)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
-        """Torch's, of packed activations."""
+        """Torch's sends, of packed activations."""
         ops, meta = super().get_fwd_send_ops(fwd_chunk_id), self._stage_meta
         slots = _activations(meta.outputs or (), meta.output_grads or ())
         return self.tahq_packing.pack(ops, self._after(ACTIVATION, fwd_chunk_id), slots)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
-        """Torch's, into buffers for packed activations."""
+        """Torch's receives, into buffers for packed activations."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         slots = _activations(self._stage_meta.inputs or (), self._input_grads())
         return self.tahq_packing.expect(ops, self._before(ACTIVATION, fwd_chunk_id), slots)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
-        """Torch's, of packed gradients."""
+        """Torch's sends, of packed gradients."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         return self.tahq_packing.pack(ops, self._before(GRADIENT, bwd_chunk_id), _gradients(self._input_grads()))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
-        """Torch's, into buffers for packed gradients."""
+        """Torch's receives, into buffers for packed gradients."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         expected = _gradients(self._stage_meta.output_grads or ())
         return self.tahq_packing.expect(ops, self._after(GRADIENT, bwd_chunk_id), expected)
@@ -159,14 +159,14 @@ def _gradients(agreed: Sequence[Any]) -> list[Slot]:
 
 
 def check_torch(version: str, stage_class: type = PipelineStage) -> None:
-    """Refuse, with ConfigError, a torch that has not been tried, or whose stages are built otherwise."""
+    """Raise ConfigError for an untried release of torch, or one whose stages lack an overridden method."""
     release = ".".join(version.partition("+")[0].split(".")[:2])
     advice = f"install one of these (pip install 'torch=={SUPPORTED[-1]}.*'), or train with tahq-launch"
     if release not in SUPPORTED:
         known = ", ".join(SUPPORTED)
         raise ConfigError(
-            f"torch {version}: packed stages of torch.distributed.pipelining work with torch {known}, whose schedules "
-            f"they rest on; {advice}; docs/integrations.md says how to try another"
+            f"torch {version}: packed stages of torch.distributed.pipelining work with torch {known}, on whose "
+            f"schedules they depend; {advice}; docs/integrations.md says how to try another"
         )
     missing = [name for name in OVERRIDDEN if not callable(getattr(stage_class, name, None))]
     if missing:
@@ -204,7 +204,7 @@ def _codec(key: str, spec: object, backend: str, threads: int, device: torch.dev
         raise ConfigError(f"{key} must be a codec spec, such as 'tah'; got {spec!r}")
     codec = get_codec(spec, backend=backend, threads=threads)
     try:
-        codec.encode(torch.empty(0, device=device))  # which is how a codec says that a backend is not for a device
+        codec.encode(torch.empty(0, device=device))  # raises if the backend does not support the device
     except CodecError as error:
         raise ConfigError(f"{key}: {error}") from error
     if codec.is_stateful:
@@ -215,12 +215,12 @@ def _codec(key: str, spec: object, backend: str, threads: int, device: torch.dev
     return codec
 
 
-def _agree(said: dict[str, object], group: distributed.ProcessGroup | None) -> None:
-    """Compare what every rank of the pipeline was given."""
-    everybody: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(everybody, said, group=group)
-    for rank, other in enumerate(everybody):
-        differing = [f"{name} {other[name]!r} and {said[name]!r}" for name in said if other[name] != said[name]]
+def _agree(mine: dict[str, object], group: distributed.ProcessGroup | None) -> None:
+    """Raise ConfigError if another rank of the pipeline has other settings."""
+    by_rank: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(by_rank, mine, group=group)
+    for rank, other in enumerate(by_rank):
+        differing = [f"{name} {other[name]!r} and {mine[name]!r}" for name in mine if other[name] != mine[name]]
         if differing:
             here = distributed.get_rank(group)
             raise ConfigError(f"ranks {rank} and {here} of the pipeline compress differently: {'; '.join(differing)}")
