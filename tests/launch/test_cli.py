@@ -72,6 +72,7 @@ def test_every_program_is_installed(program):
         (["tahq-worker", "--takeover", "--peer", "127.0.0.1:1"], "--takeover needs --stage"),
         (["tahq-worker", "--no-curve", "--key", "a", "--peer", "127.0.0.1:1"], "--no-curve"),
         (["tahq-worker", "--stage", "one", "--peer", "127.0.0.1:1"], "--stage"),
+        (["tahq-worker", "--device", "gpu", "--peer", "127.0.0.1:1"], "--device"),
         (["tahq", "lunch"], "lunch"),
         (["tahq", "x" * 100_000], "xxx… (100,0"),
         (["tahq", "export", "runs/a", "b", "--shard-size", "4 potatoes"], "--shard-size"),

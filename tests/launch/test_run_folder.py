@@ -30,6 +30,8 @@ def test_start_that_would_overwrite_or_resume_nothing_is_refused(folder, file, r
 
 
 def test_lock_is_exclusive_names_its_holder_and_numbers_the_starts(folder):
+    folder.logs.mkdir(parents=True)
+    (folder.path / ".lock").write_bytes(b"\xff damaged")
     for expected in (1, 2, 3):
         with folder.locked() as start:
             assert start == expected

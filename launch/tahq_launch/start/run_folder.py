@@ -74,9 +74,10 @@ class RunFolder:
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a+", encoding="ascii")
+            lock = (self.path / ".lock").open("a+", encoding="ascii", errors="replace")
         except OSError as error:
-            raise UserError(f"cannot write the run folder {self.path}: {error.strerror}; see run.dir") from error
+            reason = error.strerror or error
+            raise UserError(f"cannot write the run folder {self.path}: {reason}; see run.dir") from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
