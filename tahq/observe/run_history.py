@@ -38,10 +38,12 @@ class RunHistory(RunObserver):
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.header: RunHeader | None = None
         self.phase = self.missing = ""
-        self.total_steps = self.num_skipped = 0
+        self.total_steps = 0
         self.stages: dict[int, StageStatus] = {}
         self.last: StepRecord | None = None
-        self.losses: list[float] = []
+        self.losses: dict[int, float] = {}
+        """By step; those that are computed again replace the first ones."""
+        self.skipped: set[int] = set()
         self.step_times_s: list[float] = []
         self.tokens_per_s: list[float] = []
         self.links: dict[tuple[int, int, int], LinkRecord] = {}
@@ -72,13 +74,19 @@ class RunHistory(RunObserver):
         """Add a step to the totals."""
         self.last = record
         self._recent.append(record)
-        self.losses.append(record.loss)
+        self.losses[record.step] = record.loss
         self.step_times_s.append(record.step_time_s)
         self.tokens_per_s.append(record.tokens_per_s)
-        self.num_skipped += record.skipped
+        if record.skipped:
+            self.skipped.add(record.step)
         for link in record.links:
             key = (link.link, link.sender, link.receiver)
             self.links[key] = _sum(self.links[key], link) if key in self.links else link
+
+    def turned_back(self, step: int) -> None:
+        """Forget the losses of later steps; their time and bytes still count."""
+        self.losses = {each: loss for each, loss in self.losses.items() if each <= step}
+        self.skipped = {each for each in self.skipped if each <= step}
 
     def validated(self, record: ValidationRecord) -> None:
         """Keep the newest validation loss."""
@@ -120,12 +128,12 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint})"
     more = ", with training.steps or epochs set to more" if end.steps_done >= end.total_steps else ""
     rows = {
-        "loss": _losses(history.losses),
+        "loss": _losses(list(history.losses.values())),
         "speed": f"{rate}, {step_s} per step (medians)",
         "its limit": diagnosis.sentence if diagnosis else "",
         "validation": validation_text(history.validation) if history.validation else "",
         **_wire(history),
-        "skipped": f"{history.num_skipped} of these steps, for NaN or infinity" if history.num_skipped else "",
+        "skipped": f"{len(history.skipped)} of these steps, for NaN or infinity" if history.skipped else "",
         "written to": f"{history.header.run_folder}{newest}",
         "resume": f"{resume_command}{more}" if resume_command and checkpoint is not None else "",
         "export": export_command if checkpoint is not None else "",

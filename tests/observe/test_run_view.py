@@ -205,6 +205,17 @@ def test_summary_of_a_short_run_has_no_means_and_resumes_only_from_a_checkpoint(
     assert rows(summary_text(history, RunEnd(130, "", 3, 20, 3), resume_command="again"))["resume"] == "again"
 
 
+def test_summary_of_a_run_that_turned_back_counts_each_step_once(history, record, end):
+    history.turned_back(18)
+    assert summary_text(history, RunEnd(3, "", 18, 20, 18)).startswith(
+        "run demo ended with status 3: 18 of 20 steps in"
+    )
+    for step in (19, 20):
+        history.step_committed(record(step))
+    # two steps of half a second were computed again
+    assert summary_text(history, end).splitlines()[0] == "run demo done: 20 of 20 steps in 11 s"
+
+
 def test_summary_counts_skipped_steps(history, record, end):
     history.step_committed(record(21, loss=math.nan, skipped=True))
     text = summary_text(history, end)
