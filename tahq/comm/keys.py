@@ -157,11 +157,10 @@ class SecurityConfig(Section):
         """The public keys that `allow` names; UserError if an entry is neither a key nor a readable file of keys."""
         keys: set[str] = set()
         for index, entry in enumerate(self.allow):
-            path = Path(entry).expanduser()
             try:
                 if _DIGITS.fullmatch(entry):
                     keys.add(entry)
-                elif path.exists():
+                elif (path := Path(os.path.expanduser(entry))).exists():
                     keys.update(read_public_keys(path))
                 else:
                     raise UserError(f"expected a public key of 64 digits or an existing file; got {entry}")

@@ -14,7 +14,7 @@ from tahq.comm.link.wire_time import HeartbeatTimes, PieceTimes
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """What one link has moved in one direction since its counters were last taken, evaluations left out.
+    """What one link has sent in one direction since the last call of `take_stats`, evaluations left out.
 
     `busy_s` is the time during which something sent was queued or not yet acknowledged, so
     payload_bytes * 8 / busy_s is the goodput that a sender sees, one round trip included.
@@ -30,10 +30,10 @@ class LinkStats:
     sending_s: float = 0.0
     """Of `busy_s`, while its bytes were on their way; the rest it was queued behind other data."""
     pieces: tuple[PieceTimes, ...] = ()
-    """When each piece left and came, where the transport knows; those of evaluations, too, since they have
-    the wire while others wait for it."""
+    """When each piece left and arrived, where the transport knows; evaluations included, since they occupy the wire
+    while others wait."""
     heartbeats: tuple[HeartbeatTimes, ...] = ()
-    """The link's last few that met nothing of it on their way, where the transport knows."""
+    """The last few that had the link to themselves, where the transport knows."""
 
 
 class Transport(Protocol):
@@ -41,13 +41,13 @@ class Transport(Protocol):
 
     link: int
     payload_device: torch.device
-    """Where the payloads lie that it takes and gives."""
+    """The device of the payloads that it takes and returns."""
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive: a frame with this id and at most this payload may arrive.
 
-        Frames arrive in any order; one that nobody expects is kept up to a bound (a peer may run
-        ahead), one that is larger than was posted is a RemoteProtocolError.
+        Frames arrive in any order; unexpected ones are kept up to a bound (a peer may run ahead), and one that is
+        larger than was posted is a RemoteProtocolError.
         """
 
     def send(self, frame: Frame) -> None:
@@ -63,7 +63,7 @@ class Transport(Protocol):
         """
 
     def take_stats(self) -> list[LinkStats]:
-        """What was sent since the last call, one entry a direction that had traffic."""
+        """What was sent since the last call, one entry per direction that had traffic."""
 
     def close(self) -> None:
         """Send what is queued, say goodbye, release the sockets; safe to call twice."""

@@ -12,14 +12,17 @@ from tahq.comm.control.encoding import encode_message
 from tahq.comm.control.messages import (
     Abort,
     Assign,
+    Bye,
     Commit,
     Failed,
     Heartbeat,
     Join,
     Message,
     Prepare,
+    Published,
     Ready,
     Rejoin,
+    Snapshotted,
     Start,
 )
 from tahq.comm.control.server import ControlServer
@@ -248,15 +251,18 @@ def test_coordinator_that_was_started_again_is_lost_to_a_worker_that_cannot_rejo
 def test_coordinator_that_was_started_again_hears_what_the_one_before_may_not_have_heard(server, connect):
     rejoin = Rejoin(1, 7, 3)
     client = connect(server.address, peer_timeout_s=SOON_S, hooks=ControlHooks(on_return=lambda: rejoin))
+    written = [Snapshotted(step, 1, "", "", 0) for step in (1, 2)]
     for step in (1, 2):
         client.send(prepare(step))
+        client.send(written[step - 1])
     client.send(Ready(1))
     identity, _ = hear(server, Ready)
+    server.send(identity, Published(1, 0))
     server.send(identity, Commit(1, True, 1.0, False, False, False))
     assert recv(client, server).step == 1
     server.close()
     other = ControlServer(server.address, heartbeat_s=0.1)
-    assert poll_until(other, lambda heard: len(heard) >= 2) == [rejoin, prepare(2)]
+    assert poll_until(other, lambda heard: len(heard) >= 3) == [rejoin, prepare(2), written[1]]
     client.send(Ready(2))
     identity, _ = hear(other, Ready)
     other.send(identity, Start(5))
@@ -301,6 +307,10 @@ def test_member_stays_and_the_stranger_silent_longest_makes_room(connect):
         if stage == 4:
             assert list(server._peers) == [identities[n] for n in (0, 3, 1, 4)]
     assert list(server._peers) == [identities[n] for n in (0, 5, 6, 7)]
-    clients[0].send(Ready(0))
-    assert hear(server, Ready)[1] == Ready(0)
+    for number in (0, 5, 6, 7):
+        clients[number].send(Ready(number))
+        assert hear(server, Ready)[1] == Ready(number)
+    server.send(identities[0], Bye())  # now it is a stranger, and silent longest; it still gets this
+    assert list(server._peers) == [identities[n] for n in (6, 7, 0)]
+    assert [recv(clients[0], server) for _ in range(2)][1] == Bye()
     server.close(linger_s=0.0)

@@ -128,7 +128,7 @@ def test_coordinator_without_curve_can_be_read_and_is_not_joined_by_a_worker_wit
         (
             Credentials(WORKER, STRANGER.public),
             f"its key is not {STRANGER.public} (given); give the one that it prints (--coordinator-key)",
-            "it was given another public key than that of this end",
+            "it has another public key for this end than the right one",
         ),
         (None, "it uses CURVE; start this worker without --no-curve", "rejected a connection"),
     ],

@@ -18,6 +18,7 @@ from tahq.comm.link.frame import Direction
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.zmq.files import (
     MAX_PIECE_NBYTES,
+    WINDOW_PIECES,
     FileRequest,
     FileSource,
     FileTransfer,
@@ -92,7 +93,7 @@ def test_what_is_not_offered_is_not_there(asker, server, offered, why):
     if why == "gone":
         path.unlink()
     wanted = source(server, "ab" * 32 if why == "hash" else sha256, RUN + (why == "run"))
-    with pytest.raises(PeerLostError, match="not there any more"):
+    with pytest.raises(PeerLostError, match="no longer there"):
         list(pieces(asker.fetching, wanted))
 
 
@@ -254,6 +255,14 @@ def fetched(content, dice, *, rate=None, offset=0):
         else:
             now_s += min(transfer.wait_s(now_s), 0.3) + 1e-6
     return got, now_s
+
+
+def test_no_more_than_a_window_is_under_way():
+    content = bytes(3 * WINDOW_PIECES * MAX_PIECE_NBYTES)
+    transfer = FileTransfer(source_of(content), 0, None, 0.0)
+    (first,) = transfer.requests(0.0)
+    transfer.take(answer(content, unpack_request(first, "test")), 0.0)
+    assert len(list(transfer.requests(0.0))) == WINDOW_PIECES
 
 
 @given(st.binary(max_size=30000), st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([1e5, 3e5, 1e7]))

@@ -36,7 +36,7 @@ def same(frame, other):
 
 
 @pytest.mark.parametrize("survivor_dials", [False, True])
-def test_new_process_gets_what_it_wants_and_no_more(make_endpoint, make_frame, survivor, survivor_dials):
+def test_new_process_gets_what_it_wants_and_no_more(make_endpoint, make_frame, survivor, survivor_dials, tmp_path):
     peer = make_endpoint(2)
     mine, theirs = linked(survivor, peer, survivor_dials=survivor_dials)
     frames = [make_frame(3000, step=step) for step in range(5)]
@@ -60,6 +60,9 @@ def test_new_process_gets_what_it_wants_and_no_more(make_endpoint, make_frame, s
     survivor.widen(1, None)
     assert same(again.recv(SOON_S), frames[4])
     assert same(again.recv(SOON_S), late)
+    assert (tmp_path / "link-1").exists()
+    survivor.close()
+    assert not (tmp_path / "link-1").exists()
 
 
 @pytest.mark.parametrize("survivor_dials", [False, True])

@@ -157,8 +157,8 @@ ROUND_7 = (7).to_bytes(4, "little")
         (message(FrameKind.ACK, sequence=9), "acknowledged message 9; the last one sent was 0"),
         (message(FrameKind.ACK, Acknowledgement(heartbeat=9).pack()), "acknowledged heartbeat 9; the last one sent"),
         (message(FrameKind.RESEND, ROUND_7, sequence=3), "the last one sent was 0"),
-        (message(FrameKind.RESUME, ROUND_7, sequence=3), "is in round 7"),
-        (message(FrameKind.HEARTBEAT, ROUND_7 + bytes(4), sequence=3), "is in round 7"),
+        (message(FrameKind.RESUME, ROUND_7, sequence=3), "names round 7"),
+        (message(FrameKind.HEARTBEAT, ROUND_7 + bytes(4), sequence=3), "names round 7"),
         *((message(kind, b"abc"), "3 bytes with a ") for kind in (FrameKind.RESEND, FrameKind.RESUME)),
     ],
 )
@@ -171,6 +171,11 @@ def test_data_before_hello_is_a_protocol_error():
     wire = Wire()
     with pytest.raises(RemoteProtocolError, match="DATA while connecting"):
         wire.hear(wire.two, [message(FrameKind.DATA, sequence=1)])
+
+
+def test_delivery_of_an_older_epoch_is_dropped(wire):
+    wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=2, epoch=EPOCH - 1)])
+    assert not wire.two.inbound.early
 
 
 def test_frame_of_another_run_is_our_own_error(wire, make_frame):
@@ -272,6 +277,13 @@ def test_bye_comes_after_what_is_queued_and_ends_the_timers(wire, make_frame):
     assert wire.one.is_settled
     wire.pass_time(60.0)
     assert wire.one.timer_s == wire.two.timer_s == math.inf
+
+
+def test_reason_for_leaving_reaches_the_peer_before_what_is_queued(wire, make_frame):
+    wire.one.send(make_frame(250), wire.now_s)
+    wire.one.close(wire.now_s, reason="out of memory")
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 1 .*the peer ended it: out of memory"):
+        wire.hear(wire.two, wire.said_by(wire.one))
 
 
 # Whatever a peer may say

@@ -97,5 +97,5 @@ def test_link_that_gets_no_answer_goes_on_soon_after_it_does(joined, make_frame,
         check_next(upper, frame)
     assert time.monotonic() - healed_s < 5.0
     said = [record.getMessage() for record in caplog.records]
-    assert any("link 0 to stage 1" in text and "degraded: nothing is heard of the peer" in text for text in said)
+    assert any("link 0 to stage 1" in text and "degraded: no sign of life from the peer" in text for text in said)
     assert any("link 0 to stage 1" in text and "connected again after" in text for text in said)

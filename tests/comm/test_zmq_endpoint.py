@@ -208,6 +208,8 @@ def test_abort_wakes_everyone_who_waits(make_endpoint, make_id, make_frame):
     for act in (lambda: sender.recv(0.0), lambda: sender.send(make_frame(1)), lambda: lower.wait_connected(1.0)):
         with pytest.raises(TahqError, match="stage 3 has failed"):
             act()
+    with pytest.raises(TahqError, match="stage 3 has failed"):  # a link that is opened later, too
+        lower.open_link(0, 0, "nobody", "").recv(SOON_S)
 
 
 def test_peer_learns_why_the_other_side_gave_up(make_endpoint):
@@ -266,9 +268,10 @@ def test_address_that_cannot_be_reached_is_in_the_log_of_both_ends_soon(make_end
     while len(caplog.records) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.02)
     said = sorted(record.getMessage() for record in caplog.records)
-    assert said[0].startswith("link 0 to stage 0 (host0): not connected after 0.3 s: the peer has not dialled")
-    assert said[0].endswith(upper.address)
-    assert said[1].startswith("link 0 to stage 1 (host1 at 127.0.0.1:9): not connected after 0.3 s: cannot reach 127.0")
+    assert said[0].startswith("link 0 to stage 0 (host0): not connected after 0.3")
+    assert said[0].endswith(f" s: the peer has not dialled this host; check that it can reach {upper.address}")
+    assert said[1].startswith("link 0 to stage 1 (host1 at 127.0.0.1:9): not connected after 0.3")
+    assert " s: cannot reach 127.0.0.1:9 from this host" in said[1]
     time.sleep(0.5)
     assert len(caplog.records) == 2
 

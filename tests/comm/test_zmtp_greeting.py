@@ -11,7 +11,7 @@ import zmq
 from tahq.comm.control.client import ControlClient
 from tahq.comm.keys import Credentials, new_key_pair
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.dialled import Listener, who_listens
+from tahq.comm.zmq.dialled import Listener, identify_listener
 from tahq.comm.zmq.sockets import serve_curve
 from tahq.errors import PeerLostError, RefusedError
 
@@ -51,14 +51,14 @@ def test_zmq_socket_is_known_by_its_mechanism(has_curve, expected):
     if has_curve:
         serve_curve(router, new_key_pair())
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    assert who_listens(f"127.0.0.1:{port}") is expected
+    assert identify_listener(f"127.0.0.1:{port}") is expected
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize(("greeting", "expected"), [(b"", "NOBODY"), (b"hi", "STRANGER"), (SSH, "STRANGER")])
+@pytest.mark.parametrize(("greeting", "expected"), [(b"", "NOTHING"), (b"hi", "STRANGER"), (SSH, "STRANGER")])
 def test_what_is_no_zmq_socket_is_a_stranger_or_nobody(greeting, expected):
     with saying(greeting) as address:
-        assert who_listens(address) is Listener[expected]
+        assert identify_listener(address) is Listener[expected]
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,15 @@ def test_frame_larger_than_posted_is_a_protocol_error_that_names_the_peer(harnes
         harness.upper.recv(SOON_S)
 
 
+def test_early_frame_larger_than_posted_is_a_protocol_error(harness):
+    harness.upper.expect(make_id(1), 1)
+    harness.lower.send(make_frame(10_000, micro_batch=0))
+    harness.lower.send(make_frame(1, micro_batch=1))
+    harness.upper.recv(SOON_S)
+    with pytest.raises(RemoteProtocolError, match="link 2 to stage 2"):
+        expect_and_recv(harness.upper, make_id(0), 9999)
+
+
 def test_more_frames_than_anyone_expects_are_a_protocol_error(harness):
     for i in range(1100):
         harness.lower.send(make_frame(1, micro_batch=i))
@@ -249,7 +258,7 @@ def expect_and_recv(transport: Transport, id: LogicalId, max_nbytes: int) -> Fra
         ({"payload": torch.zeros(4)}, "payload must be uint8"),
         ({"payload": torch.zeros(2, 2, dtype=torch.uint8)}, "payload must be uint8"),
         ({"payload": torch.zeros(8, dtype=torch.uint8)[::2]}, "payload must be uint8"),
-        ({"shape": (1, 1, 1, 1, 4)}, "no place"),
+        ({"shape": (1, 1, 1, 1, 4)}, "cannot describe"),
     ],
     ids=["float", "two dimensions", "strided", "shape"],
 )

@@ -35,7 +35,7 @@ from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.comm.zmq.addresses import format_address, parse_address
-from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, who_listens
+from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, identify_listener
 from tahq.comm.zmq.endpoint_loop import EndpointLoop
 from tahq.comm.zmq.socket_wait import Inbox, Socket
 from tahq.comm.zmq.sockets import open_dealer
@@ -60,9 +60,9 @@ class ControlHooks:
         on_abort: an Abort has come.
         on_lost: the coordinator is lost.
         on_order: an order has come; of these, `recv` returns StartOver alone.
-        on_return: another process of the coordinator answers. The message returned is sent first, then what the process
-            before may not have heard. It may raise StartOverError, and so does `recv` then. None: the coordinator is
-            lost.
+        on_return: another process of the coordinator answers. The message returned is sent first, then those that the
+            previous process may have missed. It may raise StartOverError, and so does `recv` then. None: the
+            coordinator is lost.
     """
 
     on_abort: Callable[[Abort], None] = lambda abort: None
@@ -108,7 +108,7 @@ class ControlClient:
         self._heartbeat_s, self._delay_s = heartbeat_s, shaping.delay_s
         self._connect_timeout_s = connect_timeout_s
         self._connect_by_s = time.monotonic() + connect_timeout_s
-        self._unheard = Unheard()
+        self._unanswered = Unanswered()
         self._heartbeat = Heartbeat()
         self.heartbeat_at_s = time.monotonic()
         """When the next heartbeat is due."""
@@ -141,7 +141,7 @@ class ControlClient:
         if self._inbox.error is not None:
             raise self._inbox.error.with_traceback(None)
         data = encode_message(message)
-        self._unheard.said(message)
+        self._unanswered.sent(message)
         self._loop.submit(self._end, partial(self._end.say, Channel.CONTROL, data))
 
     def recv(self, timeout_s: float | None = None) -> Message:
@@ -162,13 +162,13 @@ class ControlClient:
             return None
 
     def set_activity(self, stage: int, step: int, activity: str) -> None:
-        """What the heartbeats say from now on."""
+        """Set the content of heartbeats from now on."""
         self._heartbeat = Heartbeat(stage, step, activity)
 
     def set_timing(self, *, shaping: Shaping, peer_timeout_s: float, heartbeat_s: float, give_up_s: float) -> None:
         """Use these from now on; a worker learns them from the configuration in Assign.
 
-        Warn of the coordinator's silence after half of `peer_timeout_s`, and bear it for `give_up_s`.
+        The coordinator's silence is warned about after half of `peer_timeout_s`, and tolerated for `give_up_s`.
         """
 
         def apply() -> None:
@@ -255,9 +255,9 @@ class ControlClient:
         message = decode_message(data, self._peer)
         if isinstance(message, Abort | Bye | Refuse):
             self._is_over = True
-            self._end.session.hold()  # its silence is no loss any more
+            self._end.session.hold()  # its silence no longer means that it is lost
             self._end.warns = False
-        self._unheard.heard(message)
+        self._unanswered.received(message)
         if not isinstance(message, Order | Heartbeat):
             self._inbox.put(message)
         if isinstance(message, Order | StartOver):
@@ -277,7 +277,7 @@ class ControlClient:
         self._connect_timeout_s = self._limits.silence_s
         self._connect_by_s = time.monotonic() + self._connect_timeout_s
         self._end.session = self.new_session(self._end.spec)
-        for message in (self._hooks.on_return(), *self._unheard.messages()):
+        for message in (self._hooks.on_return(), *self._unanswered.messages()):
             self._end.say(Channel.CONTROL, encode_message(message))
 
 
@@ -316,7 +316,7 @@ class _CoordinatorEnd(LinkEnd):
         if dialled.has_succeeded or dialled.num_hang_ups < _SUSPICIOUS_HANG_UPS:
             return
         if self._listener is None:
-            self._listener = who_listens(dialled.address)
+            self._listener = identify_listener(dialled.address)
         reason = _disagreement(self._listener, self._credentials)
         if reason and dialled.num_hang_ups >= _CONVINCING_HANG_UPS:
             raise RefusedError(f"{self.spec}: {reason}")
@@ -349,24 +349,24 @@ def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
     return "another program listens there" if listener is Listener.STRANGER else ""
 
 
-class Unheard:
-    """What a coordinator that was started again may not know, and is sent again; any thread may use it.
+class Unanswered:
+    """Messages to send again to a restarted coordinator, which may not have them; any thread may use it.
 
-    That is the Prepare that was not answered, the evaluation of the step before, and parts of incomplete checkpoints.
+    These are the unanswered Prepare, the evaluation of the step before, and parts of incomplete checkpoints.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._messages: dict[tuple[type[Message], int], Prepare | Evaluated | Snapshotted] = {}
 
-    def said(self, message: Message) -> None:
-        """The worker sends this."""
+    def sent(self, message: Message) -> None:
+        """The worker sends this: keep it if it needs an answer."""
         if isinstance(message, Prepare | Evaluated | Snapshotted):
             with self._lock:
                 self._messages[type(message), message.step] = message
 
-    def heard(self, message: Message) -> None:
-        """The coordinator sends this: messages that it answers are known there."""
+    def received(self, message: Message) -> None:
+        """The coordinator sends this: forget the messages that it answers."""
         match message:
             case Commit(step):
                 known_before = {Prepare: step + 1, Evaluated: step}
@@ -380,6 +380,6 @@ class Unheard:
                     del self._messages[kind, step]
 
     def messages(self) -> list[Message]:
-        """All of it, in the order in which it was sent."""
+        """All that are kept, in the order in which they were sent."""
         with self._lock:
             return list(self._messages.values())

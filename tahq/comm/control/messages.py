@@ -44,7 +44,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class StandBy:
-    """coordinator → spare: no stage needs you now; be there. I may be silent for `give_up_s`."""
+    """coordinator → spare: no stage needs you now; wait. I may be silent for `give_up_s`."""
 
     peer_timeout_s: float
     give_up_s: float
@@ -52,7 +52,7 @@ class StandBy:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """worker → coordinator: what I made of the configuration; hashes are empty where I need no data."""
+    """worker → coordinator: my data, model and device under this configuration; hashes are empty without data."""
 
     stage: int
     version: str
@@ -78,7 +78,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """coordinator → worker: go away; `differences` has rows of (field, yours, expected)."""
+    """coordinator → worker: you cannot join; `differences` has rows of (field, yours, expected)."""
 
     reason: str
     differences: list[list[str]] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Widen:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """coordinator → worker: the peers of these links are lost, and will be replaced; however long that takes."""
+    """coordinator → worker: the peers of these links are lost; wait, however long, until they are replaced."""
 
     links: list[int]
 
@@ -424,7 +424,7 @@ class PathsMeasured:
     """worker → coordinator: the figures of `MeasurePaths` number `order`, one for each of its peers.
 
     Round trips in seconds, rates in bits per second, `outward` as the peers saw what I sent. Where something went
-    wrong `error` says it, and what was not measured any more is empty.
+    wrong, `error` says what, and the lists of figures not measured are empty.
     """
 
     stage: int
@@ -443,4 +443,4 @@ Message = (
 )  # fmt: skip
 
 Order = Relink | Widen | Hold | Published | Copy | Admit
-"""What a worker is told at any time, and does beside its work."""
+"""Messages that may come at any time, which a worker carries out beside its work."""

@@ -42,7 +42,7 @@ class ControlServer:
 
     `poll` also gives every worker a sign of life every `heartbeat_s`, so it must be called at least that often. A
     worker whose messages cannot be read is told to abort, and its later messages are ignored. Messages of strangers are
-    dropped and never raise. With `keys`, only members are heard.
+    dropped and never raise. With `keys`, only owners of allowed keys may connect.
 
     Without CURVE anyone may connect, under as many names as they like. So the server remembers members (workers that
     were sent something for members) and `max_strangers` others: the one silent longest makes room for a newcomer.
@@ -65,7 +65,7 @@ class ControlServer:
             bind: where to listen; port 0 = any free one.
             heartbeat_s: how often `poll` gives the workers a sign of life.
             advertise: host:port that workers dial (port 0 = the bound one); None = as bound.
-            keys: the coordinator's; None: no CURVE, and anybody is heard.
+            keys: the coordinator's; None: no CURVE, and any peer may connect.
             allowed: public keys of the workers.
             max_strangers: how many peers that are not members are remembered.
             clock: seconds, monotonic.
@@ -82,7 +82,7 @@ class ControlServer:
         )
         self._max_strangers = max_strangers
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
-        """The peer heard last comes last."""
+        """The peer that was last heard, or sent a farewell, comes last."""
         self._heard: list[tuple[bytes, Message]] = []
         self._is_closed = False
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -120,6 +120,7 @@ class ControlServer:
             peer.end.session.send_message(Channel.CONTROL, encode_message(message), self._clock())
         peer.is_member = not isinstance(message, _FAREWELLS)
         if not peer.is_member:
+            self._peers.move_to_end(identity)  # else it might be forgotten before the farewell has left
             self._forget_strangers()
 
     def clock_offset(self, identity: bytes) -> "ClockOffset | None":

@@ -42,7 +42,7 @@ class GroupBrokenError(Exception):
 
 
 class PayloadPath(ABC):
-    """Moves payloads whose length both ends know, in order. All of it may raise GroupBrokenError."""
+    """Moves payloads whose length both ends know, in order. Every method may raise GroupBrokenError."""
 
     device: torch.device = CPU
 

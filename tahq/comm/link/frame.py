@@ -38,7 +38,7 @@ class Channel(IntEnum):
     """What a message on a link belongs to; each channel has its own window (docs/dev/protocol.md)."""
 
     DATA = 0
-    """Activations, gradients and what else has a logical id."""
+    """Activations, gradients and everything else that has a logical id."""
     CONTROL = 1
     FILES = 2
 
@@ -54,13 +54,13 @@ class FrameKind(IntEnum):
     RESEND = 5
     RESUME = 6
     RESET = 7
-    """The sender knows nothing of the session that it was spoken to in."""
+    """The sender knows nothing of the session that it got a message for."""
 
 
 class LogicalId(NamedTuple):
-    """Names a piece of data, independently of who delivers it and how often (DESIGN: logical id).
+    """Names a piece of data, however it is delivered and how often.
 
-    A tuple and no dataclass, because each frame's is made, hashed and compared a dozen times.
+    A tuple, not a dataclass, because it is made, hashed and compared a dozen times per frame.
     """
 
     run: int
@@ -100,7 +100,7 @@ class Frame:
 class Outgoing(NamedTuple):
     """A message for the wire, over one of the link's connections.
 
-    `ready_s` is since when it could have been sent, had the wire been free.
+    `ready_s` is when it could first have been sent, had the wire been free.
     """
 
     header: bytes
@@ -144,7 +144,7 @@ def check_sendable(frame: Frame, device: torch.device = CPU) -> None:
             f"{tuple(payload.shape)}, on {payload.device}"
         )
     if len(frame.shape) > MAX_DIMS or frame.dtype not in _DTYPE_CODES:
-        raise LocalProtocolError(f"{frame.id}: the header has no place for {frame.dtype} of shape {frame.shape}")
+        raise LocalProtocolError(f"{frame.id}: the header cannot describe {frame.dtype} of shape {frame.shape}")
 
 
 def buffer_of(payload: torch.Tensor) -> memoryview:
@@ -156,7 +156,7 @@ class FrameHeader(NamedTuple):
     """One message on a link: a piece of a frame (DATA), or one of the session's own messages.
 
     `sequence` is the message's own number for DATA, the highest one received without a gap for ACK, and the last one
-    sent for HEARTBEAT and BYE. The fields after it mean something for DATA alone. A tuple as LogicalId is.
+    sent for HEARTBEAT and BYE. Only DATA uses the fields after `id`. A tuple for the same reason as LogicalId.
     """
 
     kind: FrameKind
@@ -187,7 +187,7 @@ def header_of(frame: Frame, epoch: int, link: int) -> FrameHeader:
 def pack_header(header: FrameHeader, payload: bytes | memoryview) -> bytes:
     """The header's HEADER_NBYTES bytes, its checksum covering them and the payload.
 
-    LocalProtocolError: a field does not fit its place, or `payload` is not of the length it names.
+    LocalProtocolError: a field is out of range, or `payload` does not have the length in the header.
     """
     id, shape = header.id, header.shape
     if len(payload) != header.payload_nbytes or len(shape) > MAX_DIMS or header.dtype not in _DTYPE_CODES:

@@ -1,15 +1,15 @@
 """The frames that a link has sent, kept on disk until no peer can ask for them again.
 
-A stage that is started again computes its steps since the checkpoint once more, from the frames that its neighbours
-sent it then: they keep them here. One file per step, ``step-00000012.frames``, and in it one frame after the other: its
-header (`frame.py`), whose checksum covers the payload, and the payload. Nothing is synchronised to the disk: the log is
-there for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
+A restarted stage computes its steps since the checkpoint again, from the frames that its neighbours sent it the first
+time and keep here. Each step has a file, ``step-00000012.frames``, with one frame after the other: its header
+(`frame.py`), whose checksum covers the payload, then the payload. Nothing is synced to the disk: the log is for
+neighbours that die; after the death of this machine the frames are computed again anyway.
 
-When the log would become too long, steps before the newest complete checkpoint go first: only a stage that comes back
-from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, and the user is told
-once until the next checkpoint: then the neighbour cannot come back alone until that is complete, and all stages would
-go back to the one before. What was kept of the step that it happened at, and of those before, is removed; from the next
-step on it is tried again, so that the log is complete again soon after there is room.
+When the log would grow too long, steps before the newest complete checkpoint are removed first: only a stage that
+returns from an older copy needs them. If that is not enough, or a write fails, the log is given up, and the user is
+warned, once per checkpoint: until the next checkpoint is complete the neighbour cannot return alone, and all stages
+would go back to the previous one. All steps up to the current one are removed, and logging starts again with the next
+step, so that the log is complete again soon after there is room.
 """
 
 import logging
@@ -44,11 +44,11 @@ class FrameLog:
     """The frames that one end of a link has sent; any thread may call it.
 
     Args:
-        folder: of this link alone; what an earlier process has left in it is removed.
+        folder: for this link alone; files that an earlier process left in it are removed.
         link: the link's number, for messages.
         limit_nbytes: the most that it may take on the disk.
         on_given_up: called with the reason when the log is given up, by the thread that sends.
-        inside: a folder around it; it and those in between are removed with the last log in them.
+        inside: an enclosing folder; it and those in between are removed with the last log in them.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class FrameLog:
         self._step_nbytes: dict[int, int] = {}
         """What each step's file takes."""
         self._first = 0
-        """Of the steps before this one nothing is here, or not all."""
+        """Steps before this one are missing, or incomplete."""
         self._droppable = 0
         """Steps before this one may be removed when room is needed."""
         self._is_told = False
-        """Whether the user knows that it was given up since the newest checkpoint."""
+        """Whether the user was warned since the newest checkpoint that it was given up."""
         self._file: BinaryIO | None = None
         """Of the newest step, open for writing."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def begin(self, step: int) -> None:
-        """Nothing of the steps before this one will be kept: another process sent it."""
+        """Start at this step: another process sent the frames of earlier ones."""
         self._first = step
 
     def is_complete_from(self, step: int) -> bool:
@@ -89,7 +89,7 @@ class FrameLog:
         return step >= self._first
 
     def append(self, frame: Frame) -> None:
-        """Keep a frame whose payload lies in host memory; steps never go back."""
+        """Keep a frame whose payload lies in host memory; step numbers never decrease."""
         with self._lock:
             step = frame.id.step
             if step < self._first:
@@ -129,11 +129,11 @@ class FrameLog:
         return self._folder / f"step-{step:08d}.frames"
 
     def _make_folder(self) -> None:
-        """Make it, though a worker that leaves may remove a folder around it that is empty just now."""
+        """Make it, even while a worker that leaves removes an enclosing folder because it is empty."""
         for left in reversed(range(_TRIES)):
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            # FileExistsError, too: mkdir found one, and it was gone when `exist_ok` looked whether it is a folder.
+            # FileExistsError, too: mkdir found a folder that was gone when `exist_ok` checked it.
             except (FileNotFoundError, FileExistsError):
                 if not left:
                     raise
@@ -197,12 +197,12 @@ class FrameLog:
                 self._is_told = False
 
     def close(self) -> None:
-        """Remove it: a link that ends in order needs no log any more. Folders around it go with the last one."""
+        """Remove the log, which a link that ends in order no longer needs; the last one's enclosing folders, too."""
         with self._lock:
             for kept in list(self._step_nbytes):
                 self._remove(kept)
             shutil.rmtree(self._folder, ignore_errors=True)
-            with suppress(OSError):  # there is something left of another link, or another stage
+            with suppress(OSError):  # another link or stage still has files there
                 for folder in self._around:
                     folder.rmdir()
 
@@ -218,5 +218,5 @@ class FrameLog:
     def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what was to be kept has been flushed; the rest belongs to a log that is given up
+            with suppress(OSError):  # kept frames were flushed; unflushed bytes belong to a log that is given up
                 file.close()

@@ -26,10 +26,10 @@ def pageable(nbytes: int) -> torch.Tensor:
 
 
 def memory_for(device: torch.device) -> Allocate:
-    """The memory to receive frames in that this device decodes: pinned for a GPU.
+    """Memory for received frames that this device decodes: pinned for a GPU.
 
     A copy from pageable memory goes through the driver's own pinned memory and waits for it; from pinned memory it is
-    queued on the lane's stream. torch keeps the blocks, and reuses none before the copies from it are done.
+    queued on the lane's stream. torch reuses a block only after the copies from it are done.
     """
     if device.type != "cuda":
         return pageable
@@ -46,7 +46,7 @@ _MAX_CONSUMED = 16_384
 
 
 class _Assembly:
-    """A frame or message of which the bytes up to `received` have come.
+    """A frame or message, of which the first `received` bytes have arrived.
 
     The memory of a frame is allocated at once; a frame without `payload` is being dropped. That of a message on another
     channel grows with what has come, not with what was announced.
@@ -64,7 +64,7 @@ class _Assembly:
         if self.header.channel is not Channel.DATA:
             self.message += piece
         elif self._bytes is not None:
-            # NumPy copies without the GIL, which new memory, page by page, would hold up all other threads with.
+            # NumPy copies without the GIL; with it, page faults in new memory would stall all other threads.
             self._bytes[self.received : end] = np.frombuffer(piece, np.uint8)
         self.received = end
 
@@ -252,13 +252,13 @@ class Resequencer:
             )
 
     def pass_on(self, sequence: int, connection: int) -> None:
-        """All up to `sequence` that goes over this connection, in the round that it is in, has come or never will."""
+        """Everything up to `sequence` that this connection carries in its current round has come, or never will."""
         if self._rounds[connection] == self.round:
             self.passed[connection] = max(self.passed[connection], sequence)
             self.has_lost |= min(self.passed) > self.received
 
     def begin_round(self, *, is_precaution: bool = False) -> None:
-        """The lost messages are to come in another round; or, as a precaution, those that may have been lost."""
+        """Begin a round in which messages come again that were lost or, as a precaution, may have been."""
         self._is_precaution = is_precaution and not self.is_waiting
         self.round += 1
         self.has_lost = False
@@ -270,7 +270,9 @@ class Resequencer:
         Returns whether that is the latest round. RemoteProtocolError: no such round was asked for.
         """
         if number > self.round:
-            raise RemoteProtocolError(f"{self._peer}: is in round {number} of sending; {self.round} is the latest")
+            raise RemoteProtocolError(
+                f"{self._peer}: names round {number}; {self.round} is the latest that was asked for"
+            )
         if number == self.round:
             self._rounds[connection] = number
             self.pass_on(sequence, connection)

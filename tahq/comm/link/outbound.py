@@ -1,9 +1,9 @@
 """The sending half of a session: frames are queued, cut into numbered pieces, sent, acknowledged and counted.
 
 A piece gets its sequence number when it is taken for the wire, so the number of the last piece taken is the number of
-the last one on its way. The frames of a lane (control, forward, backward, files) go out in the order queued, the pieces
-of one without another's between them; pieces of different lanes may alternate. Each channel has a window: at most so
-many of its bytes are on their way unacknowledged. Queued pieces, and those that may be asked for again (`rewind`), are
+the last one on its way. The frames of a lane (control, forward, backward, files) go out one after another in the order
+queued; pieces of different lanes may alternate. Each channel has a window, the most of its bytes that may be
+unacknowledged. Queued pieces, and those that may be asked for again (`rewind`), are
 references to the caller's memory.
 
 All links of a host share its uplink. Whenever it is free the piece with the lowest rank of all links is sent, so a
@@ -67,7 +67,7 @@ class BusyClocks:
         """Number outstanding, seconds before the last change, time of that change."""
 
     def change(self, id: LogicalId, by: int, now_s: float) -> None:
-        """So many more items of this frame are outstanding."""
+        """Change the number of outstanding items in this frame's direction."""
         if id.purpose not in EVALUATING:
             number, total_s, since_s = self._state[id.direction]
             total_s += max(0.0, now_s - since_s) if number else 0.0
@@ -121,8 +121,8 @@ class LinkCounter:
             busy: times in which something was queued or not acknowledged.
             sending: times in which bytes were on their way.
             now_s: now, by the clock of these.
-            pieces: those acknowledged since the last call, evaluations and all.
-            heartbeats: the last few that met nothing of the link on their way.
+            pieces: those acknowledged since the last call, evaluations included.
+            heartbeats: the last few that had the link to themselves.
         """
         stats = []
         for direction, count in self._counts.items():
@@ -273,17 +273,17 @@ class Outbound:
         return best
 
     def take_piece_times(self) -> list[PieceTimes]:
-        """When pieces left and arrived, of those acknowledged since the last call; any one thread may ask."""
+        """The times of the pieces acknowledged since the last call; any one thread may call it."""
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
     def count_on_from(self, before: "Outbound", now_s: float) -> None:
-        """Take over the clocks of the one before, whose frames are forgotten."""
+        """Take over the clocks of `before`, whose frames are forgotten."""
         before.discard(now_s)
         self.busy, self.sending, self._pieces = before.busy, before.sending, before._pieces
         self.num_again = before.num_again
 
     def limit_window(self, nbytes: int) -> None:
-        """Have no more data than this on its way unacknowledged, as the receiver asks."""
+        """Keep no more data than this unacknowledged, as the receiver asks."""
         window = self._windows[Channel.DATA]
         window.most_nbytes = min(window.most_nbytes, nbytes)
 

@@ -1,17 +1,17 @@
 """One end of a reliable link: a pure state machine, bytes and time in, bytes and timers out.
 
-A session carries three channels (data, control, files) over one or several connections. The end that dials says HELLO
-until it hears one; then both send DATA, acknowledged cumulatively, and HEARTBEAT at its times; each end says BYE after
-its last frame. The caller moves the bytes: `receive` takes those that have come, `next_urgent` and `next_piece` return
-those to send, `handle_timer` is called when `timer_s` has come. Nothing here sleeps, blocks or reads a clock.
+A session carries three channels (data, control, files) over one or several connections. The end that dials sends HELLO
+until it receives one; then both send DATA, acknowledged cumulatively, and HEARTBEAT at intervals; each end sends BYE
+after its last frame. The caller moves the bytes: `receive` takes those that have come, `next_urgent` and `next_piece`
+return those to send, `handle_timer` is called when `timer_s` has come. Nothing here sleeps, blocks or reads a clock.
 
 Invariants: (epoch, sequence) names a delivery, which is taken once and in order; a logical id names data, which is
 delivered once; a gap in the sequence, or a HEARTBEAT or BYE that names a later message than has come, means that
 messages were lost: RESEND asks for all after the last that came, and the peer sends them again behind a RESUME. Silence
 longer than `give_up_s` ends the session with an error. Every error names the link and the peer.
 
-HELLO, HEARTBEAT and BYE are said on each connection, since none knows anything of another; a link is open, or closed,
-when they have been heard on all.
+HELLO, HEARTBEAT and BYE are sent on each connection, since connections know nothing of each other; a link is open, or
+closed, when they have arrived on all.
 """
 
 import math
@@ -30,14 +30,14 @@ class PeerForgotError(PeerLostError):
 
 
 _BEFORE_HELLO = (FrameKind.HELLO, FrameKind.BYE, FrameKind.RESET)
-"""What a peer may say on a connection before both ends have met there."""
+"""Messages that a peer may send on a connection before its HELLO."""
 
 _HEARD_WHEN_CLOSED = (FrameKind.ACK, FrameKind.BYE, FrameKind.RESEND)
-"""What still matters after either end has said BYE: whether everything has arrived."""
+"""Messages that count after either end's BYE: they tell whether everything has arrived."""
 
 
 class Session:
-    """One end of one link; other threads may read what `outbound`, `inbound` and `heartbeats` allow."""
+    """One end of one link; other threads may read the fields of `outbound`, `inbound` and `heartbeats` that say so."""
 
     def __init__(
         self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits, allocate: Allocate = pageable
@@ -53,7 +53,7 @@ class Session:
         self.remote = End.CONNECTING
         self.connections = range(limits.connections)
         self.timer_s = self._liveness.beat_at_s
-        """When `handle_timer` is to be called, which may turn out to be early; inf: not before something has come."""
+        """When to call `handle_timer`, possibly too early; inf: not before something has arrived."""
         self.is_disturbed = False
         """Whether `trouble` may say more than that the peer is silent; the caller clears it."""
         self._resequencer = Resequencer(limits, str(spec))
@@ -70,7 +70,10 @@ class Session:
         self._plan_hellos()
 
     def take_over(self, before: "Session", now_s: float) -> None:
-        """Continue where a session with an earlier process at the other end stood; its queued frames are forgotten."""
+        """Continue where a session with an earlier process at the other end stood; call it first.
+
+        Posted, received and delivered frames stay so; queued and unacknowledged ones are forgotten.
+        """
         self.inbound = before.inbound
         self.inbound.begin_anew()
         self.outbound.count_on_from(before.outbound, now_s)
@@ -115,7 +118,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be said at either end."""
+        """Whether neither end will send anything more."""
         return not self.signals.is_due(FrameKind.ACK) and (self.remote is End.CLOSED or self.is_settled)
 
     def trouble(self, now_s: float) -> str:
@@ -125,10 +128,10 @@ class Session:
         if self._liveness.is_held:
             return "the peer is lost, and will be replaced"
         if self._liveness.is_quiet(now_s):
-            return "nothing is heard of the peer"
+            return "no sign of life from the peer"
         if self._resequencer.is_waiting:
-            return "messages were lost, and have been asked for"
-        return "messages were lost, and are sent again" if self.outbound.is_resending else ""
+            return "messages were lost, and were requested again"
+        return "lost messages are being sent again" if self.outbound.is_resending else ""
 
     def was_heard_after(self, time_s: float) -> bool:
         """Whether the peer has given a sign of life since then."""
@@ -152,7 +155,7 @@ class Session:
         self._change(Event.CLOSE_IDLE if is_idle else Event.CLOSE, now_s)
 
     def hold(self) -> None:
-        """The peer is known to be lost: its silence is no error, and another session will take this one's place."""
+        """The peer is known to be lost: its silence is no error, and another session will replace this one."""
         self.is_disturbed = True
         self._liveness.hold()
 
@@ -199,7 +202,7 @@ class Session:
         """Take one message that has come over a connection.
 
         Raises:
-            RemoteProtocolError: the peer must not say that, or not now.
+            RemoteProtocolError: the peer must not send that, or not now.
             PeerLostError: the peer has given up; PeerForgotError: it was started again.
         """
         header = self.signals.unpack(data, payload)
@@ -244,7 +247,7 @@ class Session:
 
     def _join_round(self, sequence: int, number: int, connection: int) -> None:
         if not self._resequencer.join_round(number, sequence, connection):
-            self.signals.plan(FrameKind.RESEND)  # ours may have been lost
+            self.signals.plan(FrameKind.RESEND)  # our RESEND may have been lost
 
     def _handle_resend(self, sequence: int, number: int, now_s: float) -> None:
         if number <= self._round or self.remote is End.CLOSED:  # done already, or the peer has left since
@@ -265,7 +268,7 @@ class Session:
     def _handle_hello(self, hello: LinkHello, now_s: float, connection: int) -> None:
         if hello.connection != connection:
             raise RemoteProtocolError(
-                f"{self._spec}: says on connection {connection} that it is connection {hello.connection}"
+                f"{self._spec}: sent a HELLO for connection {hello.connection} on connection {connection}"
             )
         self._greeted.add(connection)
         if self._spec.dials:

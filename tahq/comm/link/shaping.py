@@ -9,7 +9,7 @@ Pure: items and times in, items that are due out; the I/O thread brings the cloc
   the rates are equal and nothing else comes in, nothing is added; two senders to one receiver share its downlink.
 
 Rates imitate a network, caps use a share of a real one; where both are set, the lower holds. Both lines are first in,
-first out. Priority is given before the uplink, by choosing what enters next whenever it is free (`is_free`).
+first out. Priority is given before the uplink, by choosing what enters next whenever it is free (`free_s`).
 """
 
 import math

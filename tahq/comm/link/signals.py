@@ -1,7 +1,7 @@
 """The session's own messages (HELLO, ACK, HEARTBEAT, RESEND, RESUME, BYE): contents, order and times.
 
 docs/dev/protocol.md says what they mean. An ACK tells when messages came, by the receiver's clock, from which the
-sender learns how long its bytes had the wire (`wire_time.py`), however slow the way back is. These times are whole
+sender learns how long its bytes had the wire (`wire_time.py`), however slow the way back. These times are whole
 microseconds since that clock began, so none is NaN, infinite or negative; they cannot be verified, and only statistics
 depend on them.
 """
@@ -206,7 +206,7 @@ class Arrivals:
         return self._nbytes >= ACK_AT_ONCE_NBYTES
 
     def tell(self, received: int, passed: Sequence[int]) -> Acknowledgement:
-        """The times that the peer was not told yet, when all up to `received` have come."""
+        """The ACK of all messages up to `received`, with the times that the peer was not told yet."""
         times_s = [self._arrived_s.pop(number) for number in range(self._told + 1, received + 1)]
         heartbeat, self.heartbeat = self.heartbeat, (0, 0.0)
         self._told, self.due_s, self._nbytes = received, math.inf, 0
@@ -216,8 +216,8 @@ class Arrivals:
 class Heartbeats:
     """This end's heartbeats of one session: their numbers, and the times of those that had the link to themselves.
 
-    Such a heartbeat takes as long as the path is. An ACK names the heartbeat that it answers: others may be on their
-    way by then. One thread moves it, any thread may ask for `recent`.
+    Such a heartbeat measures the empty path. An ACK names the heartbeat that it answers, since others may be on their
+    way by then. One thread changes it; any thread may read `recent`.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -225,7 +225,7 @@ class Heartbeats:
         self.last = 0
         """Number of the last one."""
         self._alone_s: dict[int, float] = {}
-        """When those left that were alone, and are not answered yet."""
+        """When unanswered heartbeats left that were alone."""
         self._recent: deque[HeartbeatTimes] = deque(maxlen=_MAX_HEARTBEATS_KEPT)
 
     def leave(self, now_s: float, *, is_alone: bool) -> int:
@@ -238,7 +238,7 @@ class Heartbeats:
         return self.last
 
     def answered(self, number: int, arrived_s: float, now_s: float) -> None:
-        """The one with this number came at `arrived_s`, by the peer's clock; 0 is none."""
+        """The one with this number came at `arrived_s`, by the peer's clock; 0: no heartbeat."""
         left_s = self._alone_s.pop(number, None)
         if left_s is not None and now_s > left_s:  # else the two ends are joined in one process
             self._recent.append(HeartbeatTimes(self._epoch, left_s, arrived_s, now_s))
@@ -250,7 +250,10 @@ class Heartbeats:
 
 
 class Liveness:
-    """The end that `dials` is due to speak at once, the other when the two have met (`begin`)."""
+    """When this end sends its next sign of life, and when the peer last sent one on each connection.
+
+    The end that `dials` sends at once, the other when the two have met (`begin`).
+    """
 
     def __init__(self, limits: SessionLimits, dials: bool) -> None:
         self.beat_at_s = 0.0 if dials else math.inf

@@ -1,4 +1,4 @@
-"""What a session is given at its start (identities, times, bounds), and HELLO, in which it tells the peer."""
+"""The settings of a session (identities, times, bounds), and HELLO, which tells some of them to the peer."""
 
 import struct
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ First = Literal["oldest", "activations", "gradients"]
 MAX_CONNECTIONS = 16
 DEFAULT_WINDOW_NBYTES = 64 * 1024 * 1024
 MESSAGE_WINDOW_NBYTES = 1024 * 1024
-"""Most of the control channel, and most of the files channel, that is on its way and not acknowledged."""
+"""Most unacknowledged bytes on the control channel, and on the files channel."""
 
 FILES_LINK: Final = 0xFFFFFFFF
-"""Number of links that carry files alone, opened by the end that wants one."""
+"""Number of links that carry only files, opened by the end that wants one."""
 CONTROL_LINK: Final = 0xFFFFFFFE
 """Number of the link between a worker and the coordinator."""
 ANY_STAGE: Final = 0xFFFFFFFF
@@ -43,7 +43,7 @@ class LinkHello:
     """Which of the link's connections this is, from 0."""
     connections: int = 1
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """Most data that the receiver may have on its way, on all connections of the link, without an acknowledgement."""
+    """Most unacknowledged data that the receiver of this may send, on all connections of the link."""
 
     def pack(self) -> bytes:
         """The payload."""
@@ -97,7 +97,7 @@ class SessionLimits:
     heartbeat_s: float = 2.0
     piece_nbytes: int = 256 * 1024
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """Most data that is on its way and not acknowledged."""
+    """Most unacknowledged data."""
     unexpected_frames: int = 1024
     unexpected_nbytes: int = 1 << 30
     """How many frames, and bytes of them, are kept for ids that were not posted yet."""
@@ -114,7 +114,7 @@ class SessionLimits:
 
     @property
     def windows(self) -> dict[Channel, int]:
-        """Most of each channel that is on its way and not acknowledged."""
+        """Most unacknowledged bytes of each channel."""
         return dict.fromkeys(Channel, MESSAGE_WINDOW_NBYTES) | {Channel.DATA: self.window_nbytes}
 
     @property

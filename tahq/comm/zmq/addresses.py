@@ -1,4 +1,4 @@
-"""host:port as people write it, as ZMQ takes it, and as it is told to others."""
+"""host:port: parsed, bound, and advertised to others."""
 
 import os
 import socket

@@ -1,6 +1,6 @@
 """A connection that is dialled from here, and dialled again where ZMQ has given it up.
 
-ZMQ dials again by itself where a connection was closed. It gives up for good, without a word, where the peer refuses
+ZMQ dials again by itself where a connection was closed. It gives up for good, silently, where the peer refuses
 our key, where the two ends do not agree about CURVE, and where the peer's bytes break ZMQ's protocol.
 """
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, monitor.DISCONNECTED, monitor.RETRIED, *monitor.FAILURES)
 _REDIAL_S = 1.0
 _GIVEN_UP_S = 0.5
-"""If ZMQ has not begun to dial again so long after a connection was lost, it never will."""
+"""If ZMQ has not begun to dial again this long after a connection was lost, it never will."""
 _SUSPICIOUS_HANG_UPS = 3
 
 
@@ -41,11 +41,11 @@ class Outcome(Enum):
     NO_CURVE = "one end uses CURVE and the other does not"
     BROKEN = "it broke ZMQ's protocol"
     HUNG_UP = "it hung up"
-    """As a peer does whose public key is not the one that we were given."""
+    """As a peer does if its public key is not the one that we have."""
 
 
 _OBSTACLES = {
-    Outcome.REFUSED: "the peer refuses this worker's key; are both of this run, and of this start of it?",
+    Outcome.REFUSED: "the peer refuses this worker's key; do both belong to this run, and to the same start of it?",
     Outcome.NO_CURVE: "one end uses CURVE and the other does not",
     Outcome.BROKEN: "the program that answers there is not a worker of tahq",
     Outcome.HUNG_UP: "the peer hangs up in the handshake; is it another worker, with another key or without CURVE?",
@@ -89,7 +89,7 @@ class Dialled:
         return self._monitor.socket
 
     def close(self, linger_ms: int = 0) -> None:
-        """Release the sockets; messages that they hold have so long to leave."""
+        """Release the sockets; messages that they hold have `linger_ms` to leave."""
         self._monitor.close()
         self.socket.close(linger=linger_ms)
 
@@ -132,18 +132,21 @@ class Dialled:
         if event.kind == monitor.CONNECTED:
             self._connected_s, self._is_undecided = self._clock(), True
             return None
-        # A peer that does not even begin as ZMQ does shows only as a connection that is gone.
+        # A peer that does not speak ZMQ's protocol at all shows only as a lost connection.
         was_undecided, self._is_undecided = self._is_undecided, False
         if event.kind == monitor.DISCONNECTED:
             self.redial_s = self._clock() + _GIVEN_UP_S
-            self.num_hang_ups += was_undecided
-            return Outcome.BROKEN if was_undecided else None
+            if not was_undecided:
+                return None
+            self.num_hang_ups += 1
+            return Outcome.BROKEN
         if event.kind == monitor.SUCCEEDED:
             self.num_hang_ups, self.has_succeeded = 0, True
             return Outcome.SUCCEEDED
         if event.kind == monitor.CLOSED:
             # A handshake that ran out of time says nothing about keys.
-            self.num_hang_ups += self._clock() - self._connected_s < HANDSHAKE_S / 2
+            if self._clock() - self._connected_s < HANDSHAKE_S / 2:
+                self.num_hang_ups += 1
             return Outcome.HUNG_UP
         if event.kind == monitor.REFUSED:
             return Outcome.REFUSED
@@ -158,7 +161,7 @@ class Dialled:
 _NBYTES = 64
 _MECHANISM = slice(12, 32)
 _BEGINNING = b"\xff" + bytes(8) + b"\x7f" + b"\x03"
-"""Of a greeting, up to the version: enough for the other end to say all of its own, and nothing to disagree with."""
+"""A greeting up to the version: makes the other end send its whole greeting, and has nothing it could reject."""
 
 
 class Listener(Enum):
@@ -167,12 +170,12 @@ class Listener(Enum):
     CURVE = "a ZMQ socket with CURVE"
     OTHER_ZMQ = "a ZMQ socket without CURVE"
     STRANGER = "another program"
-    NOBODY = "nobody"
+    NOTHING = "nothing"
     """Or a tunnel whose other end reaches nothing."""
 
 
-def who_listens(address: str, timeout_s: float = 2.0) -> Listener:
-    """Connect to host:port and see how it introduces itself; takes at most about twice the time."""
+def identify_listener(address: str, timeout_s: float = 2.0) -> Listener:
+    """Connect to host:port and look at the greeting; takes at most about twice the time."""
     try:
         with socket.create_connection(parse_address(address, "address"), timeout_s) as connection:
             connection.sendall(_BEGINNING)
@@ -180,9 +183,9 @@ def who_listens(address: str, timeout_s: float = 2.0) -> Listener:
             while len(said) < _NBYTES and (piece := connection.recv(_NBYTES - len(said))):
                 said += piece
     except (OSError, UserError):
-        return Listener.NOBODY
+        return Listener.NOTHING
     if not said:
-        return Listener.NOBODY
+        return Listener.NOTHING
     if len(said) < _NBYTES or said[0] != 0xFF or not said[9] & 1:
         return Listener.STRANGER
     return Listener.CURVE if said[_MECHANISM].rstrip(b"\0") == b"CURVE" else Listener.OTHER_ZMQ

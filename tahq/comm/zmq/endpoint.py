@@ -57,19 +57,19 @@ class EndpointSettings:
     advertise: str | None = None
     """host:port that neighbours dial (port 0: the bound one); None: as bound; "none": this host can only dial out."""
     shaping: Shaping = field(default_factory=Shaping)
-    """What this host's connection is held to."""
+    """The limits of this host's connection."""
     peer_timeout_s: float
     heartbeat_s: float
     give_up_s: float | None = None
     first: First = "oldest"
     connections: int = 1
-    """These five: see SessionLimits."""
+    """For `peer_timeout_s` to `connections` see SessionLimits."""
     allocate: Allocate = pageable
     """Returns memory for the frames that come in."""
     keys: KeyPair | None = None
     """This worker's; None: no CURVE."""
     on_trouble: OnTrouble | None = None
-    """Called, in the I/O thread, when a link becomes degraded and when it is as before."""
+    """Called, in the I/O thread, when a link becomes degraded and when it works again."""
     frame_log: Callable[[int], FrameLog] | None = None
     """Makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can be replaced by
     another process."""
@@ -126,8 +126,8 @@ class ZmqEndpoint:
 
     def _listen(self, bind: str, advertise: str | None) -> Reception:
         router = open_router(self._context, self._limits.peer_timeout_s)
-        gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
-        self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
+        gate = Gate(router, self._keys, where="worker", hold_s=_HOLD_S)
+        self.address = advertised_address(bind, bind_router(router, bind, "worker"), advertise)
         return Reception(router, gate, {FILES_LINK: self._visit}, self.address)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
@@ -302,7 +302,7 @@ class ZmqEndpoint:
         self._release()
 
     def abandon(self) -> None:
-        """Release the sockets without a word: another process will take this one's place on every link."""
+        """Release the sockets without BYE: another process will replace this one on every link."""
         if not self._is_closed:
             self._is_closed = True
             self._release()

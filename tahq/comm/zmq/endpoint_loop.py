@@ -2,8 +2,8 @@
 
 One turn: run what other threads have asked for; take what the sockets have; give the sessions what the downlink
 releases; fire timers; let the uplink take the sessions' next messages, urgent ones first and then pieces by rank, and
-put on the sockets what has left it; wait. No call blocks but that wait, however slow a peer is. Sockets and links that
-have nothing to do cost a turn nothing but a look: each names its next time (`timer_s`, `late_s`, `redial_s`).
+put on the sockets what has left it; wait. No call blocks but that wait, however slow a peer is. Idle sockets and links
+cost a turn only a look: each names its next time (`timer_s`, `late_s`, `redial_s`).
 """
 
 import logging
@@ -28,17 +28,17 @@ from tahq.errors import RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)
 
-_MESSAGES_A_TURN = 64
+_MESSAGES_PER_TURN = 64
 _HANDLING_S = 0.0006
-"""What a message spends in threads and sockets at both ends, which is part of the delay that a user sets. Measured
-as what a set delay was exceeded by, 0.8 to 1.2 ms on two slow cores, less some for faster ones (bench_links.py)."""
+"""Time that a message spends in threads and sockets at both ends, part of the delay that a user sets. On two slow
+cores a set delay was exceeded by 0.8 to 1.2 ms; faster ones need less (bench_links.py)."""
 _SOCKET_LINGER_MS = 250
 """For what the kernel has not taken when a socket is closed; by then the peer has acknowledged the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A link that is degraded, and why; or that is as before, if `reason` is empty."""
+    """A link that is degraded, and why; or that works again, if `reason` is empty."""
 
     spec: LinkSpec
     reason: str
@@ -94,7 +94,7 @@ class EndpointLoop:
     # Called from other threads
 
     def submit(self, end: LinkEnd | None, action: Callable[[], None], urgent: bool = True) -> None:
-        """Have the I/O thread do this; an error of tahq's that it raises fails the link.
+        """Run this in the I/O thread; a TahqError that it raises fails the link.
 
         An action that is not urgent is done when the thread next wakes, before it looks at what has come.
         """
@@ -115,7 +115,7 @@ class EndpointLoop:
     # The thread
 
     def run(self) -> None:
-        """Turn until stopped; an error reaches everyone who waits."""
+        """Turn until stopped; an error is raised in every thread that waits."""
         try:
             while not self._is_stopped:
                 self.step()
@@ -213,7 +213,7 @@ class EndpointLoop:
             self.forget(end)
 
     def forget(self, end: LinkEnd) -> None:
-        """Close a link without a word; in the I/O thread."""
+        """Close a link without BYE; in the I/O thread."""
         for wire in [wire for wire in self._wires if wire.end is end]:
             self._close(wire)
             end.flushed.set()
@@ -258,7 +258,7 @@ class EndpointLoop:
             self._reception.gate.serve()
 
     def _note_trouble(self, wire: LinkSockets, now_s: float) -> None:
-        """Report a link once when it becomes degraded, and when it is as before."""
+        """Report a link once when it becomes degraded, and when it works again."""
         session = wire.end.session
         session.is_disturbed = False
         reason = session.trouble(now_s) if wire.end.warns else ""
@@ -291,11 +291,11 @@ class EndpointLoop:
     # In
 
     def _receive(self, wire: LinkSockets, connection: int, dealer: Socket) -> None:
-        for parts in take_messages(dealer, _MESSAGES_A_TURN):
+        for parts in take_messages(dealer, _MESSAGES_PER_TURN):
             self._arrive_from(wire, connection, parts)
 
     def _receive_routed(self, reception: Reception) -> None:
-        for route, *parts in take_messages(reception.router, _MESSAGES_A_TURN):
+        for route, *parts in take_messages(reception.router, _MESSAGES_PER_TURN):
             reception.gate.know(route)
             known = reception.wire_of(route.bytes, parts)
             if known is not None:
@@ -334,7 +334,7 @@ class EndpointLoop:
 
     def _transmit(self, now_s: float) -> None:
         self._resume_s = now_s
-        for _ in range(_MESSAGES_A_TURN):
+        for _ in range(_MESSAGES_PER_TURN):
             if self._uplink.free_s > now_s:
                 self._resume_s = self._uplink.free_s
                 break

@@ -1,7 +1,7 @@
 """Files from worker to worker, by their SHA-256, over the files channel of a link to the owner's endpoint.
 
-The worker that wants a file asks for it piece by piece; the session below sees to it that requests and pieces arrive
-once and in order. A path cannot be asked for: a file that was not offered does not exist.
+The worker that wants a file asks for it piece by piece; the session below delivers requests and pieces once and in
+order. A path cannot be asked for: only files that were offered exist.
 docs/dev/protocol.md has the layout.
 """
 
@@ -55,14 +55,14 @@ class Status(IntEnum):
 
     HERE = 0
     UNKNOWN = 1
-    """No such file is here, or not any more."""
+    """No such file is here, or no longer."""
     BEYOND = 2
     """The file is shorter than the offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Where a file can be had: host:port, number of its run, SHA-256 (hex), the owner's public key ("": no CURVE)."""
+    """Where to fetch a file: host:port, number of its run, SHA-256 (hex), the owner's public key ("": no CURVE)."""
 
     address: str
     run: int
@@ -157,7 +157,7 @@ class FileTransfer:
         data, request = reply[_REPLY.size :], self._under_way.popleft()
         self.heard_s, self._asks_again = now_s, False
         if status == Status.UNKNOWN:
-            raise PeerLostError(f"{peer}: it is not there any more")
+            raise PeerLostError(f"{peer}: the file is no longer there")
         if self._total not in (None, total):
             raise RemoteProtocolError(f"{peer}: the file had {self._total} bytes, and now has {total}")
         expected = max(0, min(request.length, total - request.offset))
@@ -218,11 +218,11 @@ def pieces(
         offset: the first byte that is wanted.
         rate_bits_per_s: the fastest rate, counting the file's bytes; None: unlimited.
         give_up_s: a source that is silent this long is given up.
-        is_wanted: asked all the time.
+        is_wanted: called again and again; False ends it.
 
     Raises:
-        PeerLostError: the source is silent, or does not have the file; the message says if keys are why.
-        RemoteProtocolError: it sends something else than was asked for.
+        PeerLostError: the source is silent, or does not have the file; the message says if the keys are the reason.
+        RemoteProtocolError: its answer does not match the request.
         UserError: its address is malformed.
     """
     transfer = FileTransfer(source, offset, rate_bits_per_s, time.monotonic())
@@ -249,7 +249,7 @@ def pieces(
                     yield transfer.take(reply, time.monotonic())
 
 
-# The worker that has it
+# The worker that has the file
 
 
 class ServingEnd(LinkEnd):

@@ -1,7 +1,7 @@
-"""Lets peers connect to a ROUTER whose keys are on its allow-list, and logs who else tried and what was wrong.
+"""Admits peers to a ROUTER whose keys are on its allow-list, and logs the other attempts and what was wrong.
 
 ZMQ asks (ZAP, its RFC 27), by a message inside the process, about each connection whose CURVE handshake has shown that
-the peer has its secret key and knows the ROUTER's public one; a peer that does not know that one is rejected before.
+the peer has its secret key and knows the ROUTER's public key; without that, ZMQ rejects it earlier.
 The thread that owns the ROUTER answers, between its other work. Invariants: a connection is let in by an answer from
 here and by nothing else; nothing that a peer sends before that is read.
 """
@@ -139,7 +139,7 @@ class Gate:
         allowed: public keys of the members.
         where: name of the ROUTER in messages.
         hold_s: how long an unknown peer waits for `allow` before it is refused.
-        clock: monotonic.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Gate:
         self._num_taken_in = 0
         """Members that have sent nothing yet; ZMQ does not tell which connections are theirs."""
         self._failure: str | None = None
-        """Why the connection fails that is about to be closed; "": it was logged."""
+        """Why the connection that is about to be closed failed; "": it was logged."""
         self._refused: deque[str] = deque(maxlen=_MOST_HELD)
         self._refusals = RateLimitedLog(_log, clock=clock)
         self._warnings = RateLimitedLog(_log, clock=clock)
@@ -182,7 +182,7 @@ class Gate:
         return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
 
     def allow(self, key: str) -> None:
-        """Let the owner of this public key in from now on, also if it waits already."""
+        """Let the owner of this public key in from now on, even if it is waiting already."""
         self._allowed.add(key)
         self.serve()
 
@@ -244,7 +244,7 @@ class Gate:
         if event.kind == monitor.ACCEPTED:
             hung_up = self._connections.accept(event.value)
             if hung_up is not None:
-                self._report(hung_up, "closed to make room for the next: too many connections have said nothing")
+                self._report(hung_up, "closed to make room for the next: too many connections have sent nothing")
         elif event.kind == monitor.SUCCEEDED:
             self._num_taken_in += 1
         elif event.kind != monitor.DISCONNECTED:
@@ -268,7 +268,7 @@ class Gate:
         if event.kind == monitor.CLOSED:
             return f"connection closed during the handshake, or the handshake took longer than {HANDSHAKE_S:g} s"
         if event.value == monitor.OTHER_SERVER_KEY:
-            return "it was given another public key than that of this end"
+            return "it has another public key for this end than the right one"
         if event.value == monitor.OTHER_MECHANISM:
             return "it uses CURVE, which is off at this end" if self._requests is None else "it does not use CURVE"
         return f"it broke ZMQ's protocol ({event.value:#x})"

@@ -32,7 +32,7 @@ OTHER_MECHANISM: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 class SocketEvent(NamedTuple):
-    """Its kind, and what goes with it: a descriptor, a reason."""
+    """The kind of an event, and its value: a descriptor or a reason."""
 
     kind: int
     value: int
@@ -45,7 +45,7 @@ class Monitor:
         name = f"inproc://tahq-monitor-{os.urandom(8).hex()}"
         socket.monitor(name, sum(kinds))
         self.socket: Socket = socket.context.socket(zmq.PAIR)
-        # Without a limit: ZMQ's own thread would wait for a place, and with it all connections.
+        # Without a limit: else ZMQ's own thread would wait for room, and with it all connections.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(name)
@@ -56,7 +56,7 @@ class Monitor:
             yield SocketEvent(*_EVENT.unpack(head.bytes[: _EVENT.size]))
 
     def close(self) -> None:
-        """Listen no more; a second time does nothing."""
+        """Take no more events; safe to call twice."""
         self.socket.close(linger=0)
 
 

@@ -1,6 +1,6 @@
-"""Who sent the messages that come in on the ROUTER, and where the messages of a link go.
+"""Which peer sent each message that comes in on the ROUTER, and where the messages of a link go.
 
-A sender is a stranger until its HELLO names a link that is open here, or one that anybody who was let in may open (for
+A sender is a stranger until its HELLO names a link that is open here, or one that any admitted peer may open (for
 control or files), and everything in it matches. A HELLO for a link that is not open yet is kept, since a peer may have
 its plan a moment before us. All else from strangers is dropped with a line in the log; nothing of it is delivered.
 """
@@ -55,7 +55,7 @@ class Reception:
         self._warnings = RateLimitedLog(_log, clock=clock)
 
     def open(self, end: LinkEnd) -> tuple[LinkSockets, list[Arrival]]:
-        """Admit the peer of this link from now on; returns the HELLOs that came before their time, too."""
+        """Admit the peer of this link from now on; also returns the HELLOs that came too early."""
         count = len(end.session.connections)
         wire = LinkSockets(end, [self.router] * count, False, [None] * count, self._clock())
         self._wires[end.spec.link] = wire
@@ -66,7 +66,7 @@ class Reception:
         return wire, [arrival for arrival in arrivals if arrival is not None]
 
     def close(self, wire: LinkSockets) -> None:
-        """Hear no more of the peer of this link."""
+        """Drop what the peer of this link sends from now on."""
         if self._wires.get(wire.end.spec.link) is wire:
             del self._wires[wire.end.spec.link]
         for route in wire.routes:

@@ -18,7 +18,7 @@ from tahq.comm.zmq.socket_wait import Socket
 from tahq.errors import UserError
 
 HANDSHAKE_S: Final = 10.0
-"""How long a new connection may take to say who it is: four round trips, also behind a queue of seconds."""
+"""Time limit of a new connection's handshake: four round trips, even behind a queue of seconds."""
 BACKLOG: Final = 1024
 """Connections that the kernel keeps until they are accepted; it may keep fewer (net.core.somaxconn)."""
 _CURVE_NBYTES = 1024
@@ -67,22 +67,22 @@ def _socket(context: zmq.Context[Socket], kind: int, peer_timeout_s: float) -> S
 
 
 def limit_handshakes(socket: Socket) -> None:
-    """Have it hang up on who does not say who he is; before it binds or connects, with CURVE and without."""
+    """Have it close connections whose handshake takes too long; call before bind or connect, with CURVE or without."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
 
 
 def serve_curve(socket: Socket, keys: KeyPair) -> None:
-    """Take only connections under CURVE, and of those only whom a Gate of the same context lets in; before it binds."""
+    """Accept only CURVE connections, and of these only peers that a Gate of the same context admits; before bind."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.secret))
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-    # Without this, a socket whose gate has closed would let everybody in.
+    # Without this, a socket whose gate has closed would admit every peer.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def dial_curve(socket: Socket, keys: KeyPair, server_key: str) -> None:
-    """Say who we are, and only to who has the secret key of `server_key`; before it connects."""
+    """Authenticate with `keys`, and only to the owner of `server_key`; call before connect."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(keys.public))
     socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.secret))
@@ -103,13 +103,13 @@ _UNACKNOWLEDGED_PART = 0.2
 """From when TCP first sends something again, which is after 0.2 to 1 s. Long enough for it to try once or twice more
 before that, and for a round trip; what is merely slow is acknowledged all the time."""
 _KEEPALIVE_S = 1
-"""Of a connection over which nothing goes, as when an answer in the handshake was lost: is the other end there?"""
+"""Interval of probes on an idle connection, as when an answer in the handshake was lost."""
 _CONNECT_TIMEOUT_MS = 2000
 """Of one try; TCP by itself would wait ever longer for an answer to ever fewer packets."""
 
 
 def replace_silent_connections(socket: Socket, peer_timeout_s: float) -> None:
-    """Before it binds or connects; `peer_timeout_s` of silence ends the peer, half of it a connection."""
+    """Call before bind or connect; `peer_timeout_s` of silence ends a link, half of it a connection."""
     silent_s = _SILENT_PART * peer_timeout_s
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1e3 * min(_PING_S, silent_s / 2))))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1e3 * silent_s)))
@@ -121,7 +121,7 @@ def replace_silent_connections(socket: Socket, peer_timeout_s: float) -> None:
 
 
 ENOUGH: Final = 16_384
-"""Open files: some thousand connections that never say who they are, and all that a process needs besides."""
+"""Open files: thousands of connections that never finish a handshake, and all that a process needs besides."""
 LEAST: Final = 256
 """With fewer a process cannot work."""
 

@@ -1,7 +1,7 @@
 """One link of a ZmqEndpoint, as the compute thread sees it.
 
-It owns nothing but a place in the I/O thread's queue of commands and an inbox that the I/O thread
-fills, so nothing here can block but `recv` and `close`.
+It only puts commands into the I/O thread's queue and takes frames from an inbox that the I/O thread fills, so nothing
+here can block except `recv` and `close`.
 """
 
 import logging
@@ -76,7 +76,7 @@ class LinkEnd:
         self.peer_key = peer_key
         """The peer's public key; "" without CURVE."""
         self.obstacle = ""
-        """Why the peer has not let us in, as far as its socket says."""
+        """Why the peer has not accepted our connection, as far as the socket tells."""
         self.met = threading.Event()
         """Set when the peer has said HELLO, or never will."""
         self.flushed = threading.Event()
@@ -94,12 +94,12 @@ class LinkEnd:
                 self.met.set()
 
     def fail(self, error: TahqError) -> None:
-        """The link ends with this error, of which the peer is told."""
+        """End the link with this error, and tell the peer."""
         self.give_up(error)
         self.session.close(time.monotonic(), reason=str(error))
 
     def give_up(self, error: TahqError) -> None:
-        """Tell everyone who waits."""
+        """Release every thread that waits."""
         self.met.set()
 
     def say(self, channel: Channel, data: bytes) -> None:
@@ -193,7 +193,9 @@ class DataEnd(LinkEnd):
             if self.messages.qsize() < _MAX_MESSAGES:
                 self.messages.put(message)
             elif self.inbox.error is None:
-                self.fail(RemoteProtocolError(f"{self.spec}: sent more than {_MAX_MESSAGES} messages that wait here"))
+                self.fail(
+                    RemoteProtocolError(f"{self.spec}: sent more messages than the {_MAX_MESSAGES} that may wait here")
+                )
         super().publish()
         if self.session.remote is End.CLOSED and self.inbox.error is None:
             self.inbox.fail(PeerLostError(f"{self.spec}: the peer has closed it; nothing more will come"))
@@ -293,7 +295,7 @@ class ZmqTransport:
             self._submit(self.end, partial(self.end.close, reason), True)
         self.end.flushed.wait(linger_s)
 
-    # For a transport whose frames go another way, and which has this one watch the peer; any thread may call these
+    # For a transport that sends frames over another path and watches the peer here; any thread may call these
 
     def say(self, message: bytes) -> None:
         """Send the peer a message on the control channel."""
