@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    """What the present try has started is ended on the way out."""
+    """Exit; contexts end the processes of the present try."""
     sys.exit(128 + number)
 
 
@@ -50,7 +50,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=1, help="tries at a time, each with its own cores")
     parser.add_argument("--out", type=Path, help="FILE.json to continue; default: benchmarks/results/chaos_….json")
     parser.add_argument("--hardware", default="here", help="name of this machine in the default file's name")
-    parser.add_argument("--note", default="", help="about the conditions, for the head of the table")
+    parser.add_argument("--note", default="", help="the conditions, for the head of the table")
     parser.add_argument("--list", action="store_true", help="list the rows")
     return parser.parse_args()
 
@@ -61,7 +61,7 @@ def _chosen(names: str | None) -> list[Row]:
     known = {row.name: row for row in ROWS}
     unknown = [name for name in names.split(",") if name not in known]
     if unknown:
-        sys.exit(f"no row {', '.join(unknown)}; there are {', '.join(known)}")
+        sys.exit(f"unknown row: {', '.join(unknown)}; expected some of {', '.join(known)}")
     return [known[name] for name in names.split(",")]
 
 

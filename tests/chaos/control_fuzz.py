@@ -48,13 +48,13 @@ _LOST = 1
 """The stage whose worker dies after the first step."""
 _NEXT_WORKER = b"stage 1 again"
 Heard = tuple[bytes, Message] | None
-"""Who said what; None: the worker of stage `_LOST` has died."""
+"""Sender and message; None: the worker of stage `_LOST` has died."""
 
 
 def transcript() -> list[Heard]:
-    """All that the coordinator hears in a run of three stages and two steps that are evaluated and kept.
+    """All messages to the coordinator in a run of three stages and two steps, each with evaluation and checkpoint.
 
-    Between them the worker of a stage dies, and another takes its place.
+    Between the steps the worker of a stage dies, and another takes its place.
     """
     first = [f"stage {stage}".encode() for stage in range(STAGES)]
     second = [_NEXT_WORKER if stage == _LOST else who for stage, who in enumerate(first)]
@@ -98,7 +98,7 @@ def _hello(stage: int, start_step: int = 0) -> Message:
 
 
 def other_messages() -> list[Message]:
-    """Messages that a run has only if something is wrong, or only for a worker."""
+    """Messages that are sent only if something is wrong, or only to a worker."""
     return [
         say.Assign(0, 7, json.dumps({"a": 1}), CONFIG_HASH, "step-4", {"stage-0": "ab"}, 4),
         say.Refuse("no", [["version", "1", "2"]]),
@@ -181,7 +181,7 @@ def _fuzz_resealed(dice: Random, count: int, folder: Path) -> dict[str, int]:
         try:
             status = _status(said, folder)
         except Exception as error:
-            error.add_note(f"after {message} in place {place}, of {who.decode()}")
+            error.add_note(f"after {message} in place {place}, from {who.decode()}")
             raise
         counts[f"status {status}"] += 1
     return dict(counts)
@@ -221,7 +221,7 @@ _VALUES: dict[type, list[Any]] = {
 
 
 def _read(data: bytes) -> Message | str:
-    """The message, or the error that it is refused with, which names the peer."""
+    """The message, or the text of the error that refuses it, which names the peer."""
     try:
         return decode_message(data, _PEER)
     except RemoteProtocolError as error:
@@ -273,7 +273,7 @@ def _status(said: list[Heard], folder: Path) -> int:
     )
     scene.when(lambda: server.is_dead, lambda: coordinator.worker_exited(_LOST, -9))
     status = scene.run()
-    assert status == 0 or "tahq-launch: " in out.getvalue(), "an end without a reason"
+    assert status == 0 or "tahq-launch: " in out.getvalue(), "the run ended without a message"
     for line in metrics.read_text().splitlines():
         json.loads(line)
     return status

@@ -4,10 +4,9 @@ What counts as accepted:
 
 - *corrupted* and *truncated*: bytes are changed, taken away or added, and the checksum is left as it was. Every such
   message must be refused with RemoteProtocolError, and must leave the session as it was.
-- *resealed*: bytes of header and payload are changed and the checksum is made right again, as by a peer that means
-  it. Such a message may be what a peer may say; then it may be taken. Otherwise it must be refused with an error that
-  names the peer. Whichever it is, memory is only asked for within the limits, and nothing is delivered that was not
-  posted.
+- *resealed*: bytes of header and payload are changed and the checksum is made right again, as by a hostile
+  peer. A message that a peer may send may be taken; any other must be refused with an error that names the peer. In
+  both cases memory is only asked for within the limits, and nothing is delivered that was not posted.
 - *duplicated*, *reordered*, *old-epoch*: a transfer in both directions in which such messages come between the true
   ones. Every frame must be delivered once, in order, with its own bytes.
 """
@@ -156,7 +155,7 @@ def _give(header: bytes, payload: bytes) -> str:
 
 
 def _outcome(session: Session, header: bytes, payload: bytes, now_s: float) -> tuple[str, str]:
-    """What a session makes of a message, and the words of its error; any other error is a failure of the row."""
+    """How a session reacts to a message, and the text of its error; any other error fails the row."""
     try:
         session.receive(header, payload, now_s)
     except RemoteProtocolError as error:
@@ -223,7 +222,7 @@ class _Transfer:
         self._carry(disturb)
 
     def finish(self) -> None:
-        """Left alone, all that was sent comes."""
+        """Everything that was sent arrives, now undisturbed."""
         for _ in range(40):
             self._carry(list)
         assert not self._waiting[0]
@@ -262,7 +261,7 @@ class _Transfer:
         return result
 
     def replay(self, said: list[Raw]) -> list[Raw]:
-        """Before each message one of this transfer's past, said in the epoch before this one."""
+        """Before each message an earlier one of this transfer, as if sent in the previous epoch."""
         result: list[Raw] = []
         for message in said:
             header, payload = self.dice.choice(self._past) if self._past else message

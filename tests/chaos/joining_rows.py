@@ -1,6 +1,6 @@
-"""A worker of another version, configuration, tokenizer or data is refused, and told what differs.
+"""A worker of another version, configuration, tokenizer or data is refused, and told the difference.
 
-The coordinator names the field too, and waits for a worker that fits, with which the run then ends well.
+The coordinator names the field too, and waits for a matching worker, with which the run then completes.
 """
 
 import time
@@ -34,7 +34,7 @@ _CHANGES = (
 def _refused(
     attempt: Attempt, oddity: str, value: str, field: str, differ: Callable[[Path], None] | None = None
 ) -> Figures:
-    """A run that one odd worker wants to join after the others; `differ` changes the files of its folder."""
+    """A run that an odd worker tries to join after the others; `differ` changes the files of its folder."""
     stage = attempt.dice.choice([0, 1, 2] if differ is None else [0, 2])  # those that read the files
     config = small_run(4, data={"seq_len": 32, "text": "text.txt", "tokenizer": "tokenizer.json"})
     config["training"]["global_batch"] = 8
@@ -92,7 +92,7 @@ tokenizer = partial(
     _refused, oddity="nothing", value="-", field="tokenizer_hash", differ=partial(_write_files, vocabulary=299)
 )
 data = partial(_refused, oddity="nothing", value="-", field="data_hash", differ=_one_letter)
-_REFUSED = "refused within 5 s, the field named on both sides; the run waits for a worker that fits"
+_REFUSED = "refused within 5 s, the field named on both sides; the run waits for a matching worker"
 
 JOINING_ROWS = (
     Row("other-version", "a worker of another version", _REFUSED, version, 20),

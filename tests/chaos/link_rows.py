@@ -1,7 +1,7 @@
 """Faults of links: cut, reset, flapping, and bad for as long as the run lasts.
 
-The run is on hosts of a network of its own, at 20 Mbit/s unless a row says otherwise; faults begin at a step that the
-number of the attempt draws.
+The run has an emulated network, at 20 Mbit/s unless a row says otherwise; faults begin at a step drawn from the number
+of the attempt.
 """
 
 import time
@@ -58,7 +58,7 @@ def _cut(attempt: Attempt, duration_s: float) -> Figures:
 
 
 def resets(attempt: Attempt) -> Figures:
-    """Three of them, in the middle of whatever is on the way: links are busy for nearly all of a step."""
+    """Three resets, each in the middle of a frame: links are busy for nearly all of a step."""
     steps = sorted(attempt.dice.sample(range(1, 7), 3))
     timeline = "\n".join(
         f"- {{step: {step}, link: host{attempt.dice.randrange(STAGES)}, what: reset}}" for step in steps

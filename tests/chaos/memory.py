@@ -1,4 +1,4 @@
-"""How much memory processes hold, and this one at its peak."""
+"""Resident memory of processes, and the peak of this process."""
 
 import gc
 import re
@@ -18,15 +18,15 @@ class Growth:
 
 @contextmanager
 def peak_growth() -> Iterator[Growth]:
-    """Measure the block; the figure is there when it has ended.
+    """Measure the block; the figure is set when it ends.
 
-    Python collects cyclic garbage in full only once a quarter as many objects are new as there were before: with torch
-    imported, tens of MB of finished runs' objects may wait for it. So what exists before the block does not count.
+    Python runs a full collection only once new objects number a quarter of the old ones: with torch imported, tens of
+    MB of finished runs' cyclic garbage may wait for it. So the objects before the block are not counted as old.
     """
     growth = Growth()
     gc.collect()
     gc.freeze()
-    gc.collect()  # counts the objects that are left: none
+    gc.collect()  # sets the number of old objects to zero
     Path("/proc/self/clear_refs").write_text(_FORGET_THE_PEAK)
     before = resident_kib()
     try:

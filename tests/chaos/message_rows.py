@@ -16,8 +16,7 @@ from chaos.stranger_fuzz import fuzz_strangers
 NUM_MESSAGES = 50_000
 """Of a try."""
 _WARM_UP = 200
-"""Messages before memory is measured: what is imported and cached at first is no growth."""
-
+"""Messages before memory is measured: first imports and caches do not count as growth."""
 
 Fuzz = Callable[[int, int], dict[str, int]]
 """Takes the number of messages and the seed; returns counts."""
@@ -36,8 +35,7 @@ def _attempt(attempt: Attempt, fuzz: Fuzz) -> Figures:
 
 _NONE = "none accepted, no crash, memory growth under twice the frame limit"
 _ONCE = "every frame delivered once, in order, whole; memory growth under twice the frame limit"
-
-_ADMITTED = "admitted only who says what the peer says; no crash, memory growth under twice the frame limit"
+_ADMITTED = "admitted only with the contents of the peer's HELLO; no crash, memory growth under twice the frame limit"
 _RESEALED = "10⁶ control messages changed, with a checksum made right again"
 _SENSE = "taken only if well-formed, typed and in range; no crash, memory growth under twice the frame limit"
 

@@ -3,7 +3,7 @@
 It prints READY when everything is imported, and is then the usual worker except for:
 
 - ``version 9.9``: another version of tahq;
-- ``config training.lr=0.5``: it reads the configuration with one field different;
+- ``config training.lr=0.5``: it reads the configuration with one field changed;
 - ``nan 17``: its 17th forward of a micro-batch, from 0, gives NaN;
 - ``clock 3600``: its wall clock is so many seconds ahead (the monotonic one is `unshare`'s to shift);
 - ``nothing -``: it is only started differently.

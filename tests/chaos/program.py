@@ -61,7 +61,7 @@ class Program:
                     return line.text
             assert self.status is None, f"{self.name} has ended with {self.status}:\n{self.text}"
             time.sleep(0.02)
-        raise AssertionError(f"{self.name} did not say {part!r} in {timeout_s} s:\n{self.text}")
+        raise AssertionError(f"{self.name} printed no {part!r} within {timeout_s} s:\n{self.text}")
 
     def close(self) -> None:
         """Kill it if it runs, and read the rest of its output."""

@@ -1,4 +1,4 @@
-"""Processes that are killed, most of them at named points (tahq/fault_points.py); stage and step are drawn."""
+"""Processes are killed, mostly at named points (tahq/fault_points.py); stage and step are drawn at random."""
 
 import os
 import shutil
@@ -45,10 +45,10 @@ _POINTS = {
 }
 _COORDINATOR_POINTS = {
     fault_points.COMMIT_DECIDED: "with a commit decided",
-    fault_points.COMMIT_JOURNALLED: "with a commit decided and written down",
-    fault_points.COMMIT_SENT: "with a commit decided and told to the first worker",
+    fault_points.COMMIT_JOURNALLED: "with a commit decided and journalled",
+    fault_points.COMMIT_SENT: "with a commit decided and sent to the first worker",
     fault_points.PUBLISHING: "with all parts of a checkpoint, before its manifest",
-    fault_points.PUBLISHED: "with a complete checkpoint that no worker has been told of",
+    fault_points.PUBLISHED: "with a complete checkpoint, before any worker is told",
 }
 
 
@@ -100,7 +100,7 @@ def killed_at(attempt: Attempt, point: str) -> Figures:
 
 
 def killed_over_gloo(attempt: Attempt) -> Figures:
-    """Process groups join the worker to its neighbours, which have kept nothing of what they sent."""
+    """Process groups join the worker to its neighbours, which keep no logs of sent frames."""
     stage = attempt.dice.randrange(STAGES)
     point = attempt.dice.choice([point for point in _POINTS if point != fault_points.HANDSHAKE])
     return {"point": point, **_killed(attempt, _where(attempt, point, stage), inside="gloo")}
@@ -262,9 +262,9 @@ def cut_for_ever(attempt: Attempt) -> Figures:
 
 _ALONE = "BX; no step lost; only that stage restarted; detected within timeout + 1 s"
 _WAITS = "BX; no worker restarts; training goes on within timeout + 5 s of its return"
-_BACK = "BX; no step lost; only that process restarted; all stages go back to the snapshot"
+_BACK = "BX; no step lost; only that process restarted; all stages go back to the checkpoint"
 _NO_PERSON = "BX; no step lost; no manual action"
-_BY_HAND = "a worker killed that was started by hand"
+_BY_HAND = "a hand-started worker killed"
 _ELSEWHERE = "status 3 within the give-up time; the message names the link; resumed elsewhere: BX"
 _REBOOTED = "launcher and workers killed at once, disks kept; started again with --resume"
 
@@ -294,7 +294,7 @@ RECOVERY_ROWS = (
         partial(killed_by_hand, has_parent=False),
         20,
     ),
-    Row("kill-over-gloo", "a worker killed whose links are process groups", _BACK, killed_over_gloo, 10),
+    Row("kill-over-gloo", "a worker killed, with process groups as links", _BACK, killed_over_gloo, 10),
     Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 6),
     Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 7, is_quick=True),
     Row("rebooted", _REBOOTED, "BX", rebooted, 8, is_quick=True),
@@ -309,7 +309,7 @@ RECOVERY_ROWS = (
     Row(
         "stage-taken",
         "a worker stopped until a spare has its stage, then going on",
-        "BX; it is told, and stands by itself",
+        "BX; it is told, and stands by",
         partial(replaced, lose=_stop_until_replaced),
         30,
     ),

@@ -1,4 +1,4 @@
-"""The outcomes of the tries: a JSON file that grows with each, and a table of it."""
+"""The outcomes of tries: a JSON file that grows with each try, and a table of it."""
 
 import json
 import os
@@ -66,7 +66,7 @@ class Results:
         self._write()
 
     def adopt(self, others: "Results") -> None:
-        """Note the tries that another file has."""
+        """Add the tries of another file."""
         self._rows |= others._rows
         self._tries += others._tries
         self._machines = list(dict.fromkeys([*self._machines, *others._machines]))
@@ -97,7 +97,7 @@ class Results:
             "",
             "Each row is a fault in real processes ([more on each](../../docs/chaos.md)). Figures are medians over the",
             "tries that passed, the largest in brackets. BX: losses, final weights and optimizer states are those of",
-            "the undisturbed run, to the bit.",
+            "the undisturbed run, bit for bit.",
             "",
             "| fault | must show | passed | restarts | detected after | stall | recovery | steps lost | besides |",
             "|---|---|---|---|---|---|---|---|---|",

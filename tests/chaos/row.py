@@ -1,4 +1,4 @@
-"""A row of the table: a fault, and what must hold all the same."""
+"""A row of the table: a fault, and what must hold in spite of it."""
 
 import json
 import random
@@ -18,7 +18,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A fault and what it `shows`, that is, what must hold all the same, both in words.
+    """A fault, and what a try `shows`, that is, what must hold in spite of it; both in words.
 
     `attempt` makes it happen once and raises AssertionError if something does not hold; it takes about `takes_s`.
     `is_quick` rows are in the short form. `needs` of the machine: namespaces, tcp-reset, time-namespaces.
@@ -80,7 +80,7 @@ class Attempt:
         ended_s: float | None = None,
         timeout_s: float = 240,
     ) -> Figures:
-        """Wait for the end of a run, compare it with the undisturbed one to the bit, and measure the fault's effect.
+        """Wait for the end of a run, compare it bit for bit with the undisturbed run, and measure the fault's effect.
 
         The fault began and ended (None: at once) at these values of `time.time`.
         """

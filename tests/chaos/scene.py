@@ -1,4 +1,4 @@
-"""A run while it goes on: its processes, its progress, and the moment of a fault."""
+"""A run in progress: its processes, its progress, and the effects of a fault."""
 
 import re
 import threading
@@ -86,7 +86,7 @@ class Scene:
         return "\n".join(f"{line.source}: {line.text}" for line in self.lines[-20:])
 
     def watch(self) -> None:
-        """Record progress and the launcher's workers; called all the time."""
+        """Record progress and the launcher's workers; called repeatedly."""
         done = self.num_steps
         if not self.progress or done != self.progress[-1][1]:
             self.progress.append((time.time(), done))
@@ -111,7 +111,7 @@ class Scene:
         return max((stall_s for _, after, stall_s in self.stalls() if after >= began_s), default=0.0)
 
     def recovery_s(self, ended_s: float) -> float | None:
-        """From the end of a fault to the end of the step that it held up longest; None: it was the last."""
+        """From the end of a fault to the end of the step that it delayed most; None: no step followed."""
         later = [(stall_s, after) for _, after, stall_s in self.stalls() if after >= ended_s]
         return max(later)[1] - ended_s if later else None
 
@@ -123,7 +123,7 @@ class Scene:
 
 @contextmanager
 def watched(scene: Scene) -> Iterator[None]:
-    """Call `scene.watch` all the time, in a thread."""
+    """Call `scene.watch` repeatedly, in a thread."""
     is_over = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Runs rows, one try after another, or in lanes with cores of their own and a process for a few tries."""
+"""Runs rows: one try after another, or in lanes, each with its own cores and a process for a few tries."""
 
 import os
 import shutil
@@ -57,7 +57,7 @@ _HAS = {"namespaces": _has_namespaces, "tcp-reset": _has_tcp_reset, "time-namesp
 
 
 def run_row(row: Row, numbers: Iterable[int], results: Results, folder: Path) -> None:
-    """Make these tries at a row; those that the results have already are not repeated, unless they failed."""
+    """Make these tries at a row, except those that have passed before."""
     if (reason := obstacle(row)) is not None:
         print(f"{row.name}: left out: {reason}", flush=True)
         return

@@ -1,4 +1,4 @@
-"""Snapshots that are damaged, or that the disk has no room for."""
+"""Checkpoints that are damaged, or that the disk has no room for."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ _GOES_ON_S = 8.0
 
 
 def _damaged(attempt: Attempt, damage: Callable[[Attempt, Path], None]) -> Figures:
-    """A run is stopped in order, a file of its newest snapshot is damaged, and it is started again with --resume."""
+    """A run is stopped in order, a file of its newest checkpoint is damaged, and it is started again with --resume."""
     config = small_run(NUM_STEPS)
     with launched(attempt.folder, config) as scene:
         scene.wait_for_step(attempt.dice.randint(5, 7))
@@ -38,7 +38,7 @@ def _damaged(attempt: Attempt, damage: Callable[[Attempt, Path], None]) -> Figur
     assert_same_bits(outcome, attempt.calm.of(config))
     assert victim.name in scene.text, f"no line names {victim.name}:\n{scene.text}"
     least = min(done for _, done in scene.progress)
-    assert least == before, f"went on from step {least}, and the snapshot before is after {before}"
+    assert least == before, f"went on from step {least}, and the previous checkpoint is after step {before}"
     return {"steps_lost": outcome.steps_lost, "steps_repeated": num_done - least}
 
 
@@ -49,12 +49,12 @@ def _flip(attempt: Attempt, victim: Path) -> None:
 
 
 def disk_full(attempt: Attempt) -> Figures:
-    """The disk is full when a snapshot is due, and has room again for the last one."""
+    """The disk is full when a checkpoint is due, and has room again for the last one."""
     config = small_run(30, run={"snapshot_every": 10})
     snapshots = attempt.folder / "runs" / "run" / "snapshots"
     snapshots.mkdir(parents=True)
     with small_disk(snapshots, _DISK_NBYTES), launched(attempt.folder, config) as scene:
-        scene.wait((snapshots / LATEST).exists, 60, "the first snapshot")
+        scene.wait((snapshots / LATEST).exists, 60, "the first checkpoint")
         first = latest_folder(snapshots)
         filler = snapshots / "filler"
         fill(filler)
@@ -68,7 +68,7 @@ def disk_full(attempt: Attempt) -> Figures:
 
 
 def journal_disk_full(attempt: Attempt) -> Figures:
-    """All room of the run folder's disk is taken, and all that the run frees: no step is decided meanwhile."""
+    """All room on the run folder's disk is taken, and all that the run frees: no step is decided meanwhile."""
     config = small_run(30)
     run = attempt.folder / "runs" / "run"
     with small_disk(run, _DISK_NBYTES), launched(attempt.folder, config) as scene:
@@ -78,7 +78,7 @@ def journal_disk_full(attempt: Attempt) -> Figures:
             line = scene.leader.line_with("training waits for room", 60)
             assert "journal.sqlite" in line, line
             time.sleep(_FULL_S)
-            assert scene.leader.status is None, "it did not wait: all steps that were left take half as long"
+            assert scene.leader.status is None, "it did not wait: all remaining steps take half as long"
         ended_s = time.time()
         measured = attempt.finish(scene, config, began_s, ended_s)
     assert scene.text.count("training waits for room") == 1, scene.text
@@ -89,15 +89,15 @@ def journal_disk_full(attempt: Attempt) -> Figures:
 
 flipped_bit = partial(_damaged, damage=_flip)
 missing_file = partial(_damaged, damage=lambda attempt, victim: victim.unlink())
-_BEFORE = "the snapshot before it is used, with a warning that names the file; BX"
+_BEFORE = "the previous checkpoint is used, with a warning that names the file; BX"
 
 SNAPSHOT_ROWS = (
-    Row("snapshot-flipped-bit", "a bit of the newest snapshot flipped", _BEFORE, flipped_bit, 8),
-    Row("snapshot-missing-file", "a file of the newest snapshot missing", _BEFORE, missing_file, 8),
+    Row("snapshot-flipped-bit", "a bit of the newest checkpoint flipped", _BEFORE, flipped_bit, 8),
+    Row("snapshot-missing-file", "a file of the newest checkpoint missing", _BEFORE, missing_file, 8),
     Row(
         "snapshot-disk-full",
-        "the disk full when a snapshot is due",
-        "training goes on, the user is told, the snapshot before stands; BX",
+        "the disk full when a checkpoint is due",
+        "training goes on, the user is told, the previous checkpoint stands; BX",
         disk_full,
         8,
         needs=("namespaces",),

@@ -1,4 +1,4 @@
-"""Start runs of real processes, by the launcher or by hand, here or on hosts of an emulated network."""
+"""Start runs of real processes, with the launcher or by hand, here or on the hosts of an emulated network."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

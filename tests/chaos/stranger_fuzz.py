@@ -1,7 +1,7 @@
-"""Messages from strangers to a worker's listening socket: who is no peer stays a stranger.
+"""Messages from strangers to a worker's listening socket: none may be taken for the peer's.
 
-A message is a true one, sealed again after changes, in the wrong number of parts, or bytes at random. It may make its
-sender a peer only if it says what the peer's HELLO says: run, epoch, link, both stages, configuration, connection.
+A message is a true one, resealed after changes, in the wrong number of parts, or random bytes. It may make its sender a
+peer only if it has the contents of the peer's HELLO: run, epoch, link, both stages, configuration, connection.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def fuzz_strangers(count: int, seed: int) -> dict[str, int]:
             counts["turned_away" if arrival is None else "admitted"] += 1
             if arrival is not None:
                 _check_hello(parts)
-                reception = _reception(router, gate)  # who has a peer takes no other
+                reception = _reception(router, gate)  # a link that has its peer takes no other
     return dict(counts)
 
 
@@ -75,7 +75,7 @@ def _reception(router: zmq.Socket[bytes], gate: Gate) -> Reception:
 
 @contextlib.contextmanager
 def _router() -> Iterator[tuple[zmq.Socket[bytes], Gate]]:
-    """A real one, to which nobody has connected: refusals go nowhere. What it warns of is not printed."""
+    """A real socket without connections: refusals go nowhere. Its warnings are not printed."""
     log = logging.getLogger("tahq.comm.zmq.reception")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Strangers at every port of a run: refused, not a byte of theirs read, training undisturbed."""
+"""Strangers at every port of a run: they are refused, none of their bytes is read, training is undisturbed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def _scanners(ports: list[int]) -> Iterator[None]:
 
 
 def _unknown_keys(ports: list[int]) -> AbstractContextManager[None]:
-    """They know the coordinator's key, and have one that no member has."""
+    """They know the coordinator's key, but no member has theirs."""
     return _intruders(ports, [read_key_file(default_key_path()).public])
 
 
@@ -45,14 +45,14 @@ def _without_curve(ports: list[int]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _intruders(ports: list[int], server_keys: list[str]) -> Iterator[None]:
-    """ZMQ sockets that say what a member would, with these keys of the server and without CURVE."""
+    """ZMQ sockets that send what a member would, with these server keys and without CURVE."""
     with intruders(ports, server_keys) as sockets:
         yield
         assert not any(socket.poll(0) for socket in sockets), "a stranger was answered"
 
 
 def disturbed_by(strangers: Strangers) -> Callable[[Attempt], Figures]:
-    """A run that such strangers find early, and do not leave alone until it ends."""
+    """A run that such strangers disturb from an early step to its end."""
 
     def attempt(attempt: Attempt) -> Figures:
         config = small_run(NUM_STEPS)
@@ -64,7 +64,7 @@ def disturbed_by(strangers: Strangers) -> Callable[[Attempt], Figures]:
                 scene.wait_for_end(120)
             measured = attempt.finish(scene, config, began_s)
             logs = "".join(path.read_text() for path in (scene.run / "logs").iterdir())
-        assert "stranger" not in logs, "what a stranger said was read"
+        assert "stranger" not in logs, "a stranger's message was read"
         assert scene.restarts == 0
         stall_s = measured["stall_s"]
         assert stall_s <= STALL_S, f"a step took {stall_s:.1f} s longer than usual"

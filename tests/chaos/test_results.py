@@ -1,4 +1,4 @@
-"""The record of tries: gone on with, honest about failures, and readable."""
+"""The record of tries: continued, complete with failures, and readable."""
 
 from chaos.results import Results, Try
 from chaos.row import Row

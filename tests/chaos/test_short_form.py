@@ -7,7 +7,7 @@ from chaos.row import Attempt, Calm, Row
 from chaos.session import ROWS, obstacle
 
 SHORT = 0.01
-"""Of what takes long only because there is much of it, this share."""
+"""This share of work that takes long only because there is much of it."""
 AT_EVERY_COMMIT = ("kill-prepared", "coordinator-commit-sent")
 
 
@@ -16,7 +16,7 @@ def _quick() -> list[object]:
 
 
 def _marks(row: Row) -> list[pytest.MarkDecorator]:
-    """Rows of real processes measure how long these stall."""
+    """Rows of real processes measure stalls, and so run one at a time."""
     if row in MESSAGE_ROWS:
         return []
     netns = [pytest.mark.netns] if "namespaces" in row.needs else []
@@ -36,7 +36,7 @@ def test_row(row: Row, calm, tmp_path):
     row.attempt(Attempt(row.name, 0, tmp_path, calm, SHORT))
 
 
-def test_rows_have_names_of_their_own():
+def test_names_of_rows_are_unique():
     names = [row.name for row in ROWS]
     assert len(set(names)) == len(names)
     assert all(name == name.lower() and " " not in name for name in names)

@@ -24,7 +24,7 @@ RUNS_S, STANDS_S = 0.002, 0.018
 
 
 def odd_worker(folder: Path, stage: int, peer: str, oddity: str, value: str, *before: str) -> Program:
-    """A worker with one thing odd about it; see odd_worker.py. `before`: what the command line begins with."""
+    """A worker with one thing odd about it; see odd_worker.py. `before`: the beginning of the command line."""
     module = (sys.executable, "-m", "chaos.odd_worker", oddity, value, "--")
     extra = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return cold(f"stage {stage}", folder, [*before, *module, "--stage", str(stage), "--peer", peer], extra)
@@ -47,7 +47,7 @@ def stopped(attempt: Attempt) -> Figures:
 
 
 def slow(attempt: Attempt) -> Figures:
-    """The straggler must be named where the run says what it waits for."""
+    """The summary must name the straggler as the limit."""
     stage = attempt.dice.randrange(STAGES)
     config = small_run(12, model={"hidden_size": 256, "num_heads": 4})
     with launched(attempt.folder, config) as scene:
@@ -58,7 +58,7 @@ def slow(attempt: Attempt) -> Figures:
         measured = attempt.finish(scene, config, began_s)
     assert scene.restarts == 0
     limits = [line.strip() for line in scene.text.splitlines() if line.strip().startswith("its limit")]
-    assert limits, f"no line says what the run waited for:\n{scene.text}"
+    assert limits, f"no line names the limit:\n{scene.text}"
     assert f"stage {stage}" in limits[-1], f"stage {stage} was slow; the run says: {limits[-1]}"
     step_s = read_metrics(scene.run)[-1]["step_time_s"]
     return {"restarts": measured["restarts"], "steps_lost": measured["steps_lost"], "step_s": step_s}
@@ -86,7 +86,7 @@ def _slowed(pid: int) -> Iterator[None]:
 
 
 def nan(attempt: Attempt) -> Figures:
-    """The same step has a NaN, on one stage and then on another: on any stage, all stages decide alike."""
+    """The same step has a NaN, on one stage and then on another: whichever it is, all stages decide alike."""
     step, config = attempt.dice.randint(1, 6), small_run(8)
     stages = attempt.dice.sample(range(STAGES), 2)
     outcomes = [_with_nan(attempt.folder / f"stage-{stage}", config, stage, step) for stage in stages]
@@ -135,7 +135,7 @@ def clock_skew(attempt: Attempt) -> Figures:
     return {"steps_lost": measured["steps_lost"], "restarts": 0}
 
 
-_SKIPPED = "the step is skipped everywhere and the run goes on, to the bit as where another stage had it"
+_SKIPPED = "the step is skipped everywhere and the run goes on, bit-identical to one with the NaN on another stage"
 WORKER_ROWS = (
     Row("stopped-20s", "a worker stopped (SIGSTOP) for 20 s", "BX; no restarts; no false death", stopped, 35),
     Row("ten-times-slower", "a worker ten times slower", "BX; no restarts; the straggler named", slow, 30),
