@@ -181,7 +181,7 @@ def test_every_byte_is_written(spec, backend):
 
 
 @every_codec
-def test_decoding_refuses_what_is_no_stream_of_that_length(spec, backend):
+def test_decoding_refuses_buffers_of_another_length_or_type(spec, backend):
     codec, shape = get_codec(spec, backend=backend), (2, 3, 100)
     buf = codec.encode(gaussian(shape, backend=backend))
     longer = torch.cat((buf, buf[:1]))

@@ -1,4 +1,4 @@
-"""What one end remembers, in memory and on disk: places, blocks, files that leave nothing behind."""
+"""The memory of one end of a cut, in RAM and on disk: places, blocks, files that leave nothing behind."""
 
 import errno
 import os

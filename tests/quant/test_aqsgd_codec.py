@@ -1,4 +1,4 @@
-"""Both ends of a cut under AQ-SGD: equal to the bit whatever is visited when, and loud where they are not."""
+"""Both ends of a cut under AQ-SGD stay equal to the bit in any order of visits, and report it if they do not."""
 
 import random
 
@@ -22,7 +22,7 @@ def noise(seed, *shape):
 
 
 def micro_batch(ids, seed=0, spread=0.1):
-    """Activations [B, S, C] of these samples, each about its own, a little different for each seed."""
+    """Activations [B, S, C] of these samples: fixed values per sample, a little different for each seed."""
     return torch.stack([noise(1000 + i, S, C) for i in ids]) + spread * noise(seed, len(ids), S, C)
 
 

@@ -1,4 +1,4 @@
-"""AQ-SGD's arithmetic against the same formulas in numpy, and where it loses."""
+"""AQ-SGD's arithmetic against the same formulas in numpy, and the changes that it loses."""
 
 import numpy as np
 import pytest

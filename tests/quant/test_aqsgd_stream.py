@@ -1,4 +1,4 @@
-"""One damage at a time, each refused with its own reason; and what a decoder takes as it comes."""
+"""Each kind of damage is refused with its own reason; and streams that a decoder accepts."""
 
 import itertools
 

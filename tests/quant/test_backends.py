@@ -70,7 +70,7 @@ def test_forced_backend_that_is_not_installed_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backend_is_tested_here(backend):
-    """Tests that run over backends leave out those that cannot; here it is said."""
+    """Tests over all backends leave out those that cannot run here; this one reports them as skipped."""
     if not can_run(backend):
         pytest.skip("triton's kernels need a CUDA device, or TRITON_INTERPRET=1")
     for codec in (codec for codec, kernels in KERNELS.items() if backend in ("reference", *kernels)):

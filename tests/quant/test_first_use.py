@@ -1,4 +1,4 @@
-"""Of several that are about to compile the same, one goes ahead and the others follow together."""
+"""Of several processes about to compile the same kernels, one compiles and the others follow together."""
 
 import fcntl
 import tempfile

@@ -64,7 +64,7 @@ def test_bound_of_equal_energies_is_that_of_one_variance_and_padding_does_not_co
     ],
 )
 def test_bound_at_3_8_bits_is_the_quoted_one(name, bound):
-    """0.070 on activations, 0.042 to 0.048 on gradients: a variance a tile of 64, and not one a channel."""
+    """0.070 on activations, 0.042 to 0.048 on gradients: one variance per tile of 64, not per channel."""
     x = boundary()[name]
     assert relative_error_bound(x, 3.8) == pytest.approx(bound, abs=6e-5)
     energy = x.double().square().mean(dim=(0, 1))

@@ -1,4 +1,4 @@
-"""The numba backend of `eden` and `wf` against the reference: equal values; equal streams but where sums round."""
+"""The numba backend of `eden` and `wf` against the reference: equal values; equal streams except where sums round."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`eden` is unbiased, `wf` serves each token; both spend their budget and lose what a Gaussian quantiser loses."""
+"""`eden` is unbiased, `wf` is accurate for each token; both lose as much as a Gaussian quantiser."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The parts of `eden` and `wf` in Triton that others lack, in Triton's interpreter; see `test_codecs_triton.py`."""
+"""Triton kernels that only `eden` and `wf` have, in Triton's interpreter; see `test_codecs_triton.py` for the rest."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Streams as they were when their version was fixed: new code must write them again and read them as before."""
+"""Streams from when their version was fixed: new code must write the same bytes and read the same values."""
 
 import hashlib
 

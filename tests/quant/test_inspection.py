@@ -1,4 +1,4 @@
-"""What inspection says of a stream is what is in it, for every codec; damaged streams are refused, not misread."""
+"""Inspection reports the content of a stream, for every codec; damaged streams are refused, not misread."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_sections_cover_the_stream_without_a_gap_and_the_header_is_guessed(text)
 @pytest.mark.parametrize(
     "bad", [b"", b"\x01" * 15, bytes(16), b"\x01\x00\x06\x03\x04\x07" + b"\x01" * 10, b"\xff" * 64]
 )
-def test_bytes_that_no_encoder_writes_are_nobodys_header(bad):
+def test_bytes_that_no_encoder_writes_match_no_header(bad):
     assert header_guesses(torch.tensor(list(bad), dtype=torch.uint8)) == {}
 
 

@@ -1,4 +1,4 @@
-"""Ladders of codecs, and what cluster.yaml says about them."""
+"""Ladders of codecs, and their keys in cluster.yaml."""
 
 import re
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_rung_is_found_however_it_is_written():
         (["aqsgd", "raw"], "remembers the samples"),
     ],
 )
-def test_what_is_no_ladder_is_refused(specs, message):
+def test_malformed_ladders_are_refused(specs, message):
     with pytest.raises(ConfigError, match=message):
         ladder_for(specs, SHAPE)
 

@@ -1,4 +1,4 @@
-"""One damage at a time, each refused by every backend with its own reason; and what every decoder accepts."""
+"""Each kind of damage is refused by every backend with its own reason; and streams that every decoder accepts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""docs/dev/wire-format.md is true: its examples are what the codecs write, its hex decodes to what it says."""
+"""docs/dev/wire-format.md is right: the codecs write its examples, and its hex decodes to the values below it."""
 
 import re
 from pathlib import Path
@@ -39,15 +39,15 @@ EXAMPLES = {
     ),
 }
 KEYS = {"eden": 1}
-"""Of the codecs that draw."""
+"""Keys of the randomised codecs."""
 SAMPLES = {"aqsgd": [7, 9]}
-"""Whose tensor it is, where a codec remembers samples."""
+"""Sample ids, for a codec that remembers samples."""
 BEFORE = {"aqsgd": ([7], torch.tensor([[[1.0, 2, 3, 4], [5, 6, 7, 8]]]))}
-"""What such a codec has sent before."""
+"""The ids and tensor that such a codec has sent before."""
 
 
 def made(name, spec):
-    """The codec of an example as it stands before the stream, and what else it is told."""
+    """The codec of an example before the stream, and the arguments of its calls."""
     codec = get_codec(spec)
     if name not in SAMPLES:
         return codec, {"key": KEYS.get(name, 0)}
