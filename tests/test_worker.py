@@ -105,8 +105,8 @@ def test_failed_allocation_is_recognised_with_its_size(failed):
     with pytest.raises(RuntimeError) as other:
         torch.ones(2) @ torch.ones(3)
     assert [is_out_of_memory(error) for error in (failed, MemoryError(), other.value)] == [True, True, False]
-    assert str(out_of_memory(failed, 2)).startswith(f"stage 2 is out of memory: {size(1 << 50)} more were wanted; use")
-    assert "2.50 GiB more were wanted" in str(out_of_memory(torch.OutOfMemoryError(CUDA_TEXT), 2))
+    assert str(out_of_memory(failed, 2)).startswith(f"stage 2 is out of memory: tried to allocate {size(1 << 50)}; use")
+    assert "tried to allocate 2.50 GiB" in str(out_of_memory(torch.OutOfMemoryError(CUDA_TEXT), 2))
     assert "stage 2 is out of memory: MemoryError; use a smaller" in str(out_of_memory(MemoryError(), 2))
 
 
@@ -114,7 +114,7 @@ def test_message_has_the_needs_of_the_stage_and_the_saving_of_each_change(failed
     made = config()
     text, memory = str(out_of_memory(failed, 1, made, CPU)), estimated(made, 1)
     assert "\n" not in text
-    assert re.search(r", \d+\.\d\d GiB are free on cpu; it needs ", text)
+    assert re.search(r", \d+\.\d\d GiB free on cpu; it needs ", text)
     assert f"it needs {size(memory.total)} or more: activations {size(memory.activations)} (1 micro-batch" in text
     rest = f"weights {size(memory.weights)}, gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}"
     assert rest in text
@@ -232,7 +232,7 @@ def test_worker_whose_memory_is_full_ends_with_status_4_and_figures(tmp_path):
     assert (workers[1].returncode, coordinator.returncode) == (4, 4), ends
     for _, stderr in ends[1:]:
         assert "stage 1 " in stderr
-        wanted = r"out of memory: [\d.]+ [GM]iB more were wanted, [\d.]+ [GM]iB are free on cpu"
+        wanted = r"out of memory: tried to allocate [\d.]+ [GM]iB, [\d.]+ [GM]iB free on cpu"
         assert re.search(wanted, stderr), stderr
         assert f"{4 * 4096 * 50257 / 2**30:.2f} GiB" in stderr
         assert re.search(r"training\.micro_batch: 4 \(\d\.\d\d GiB less\)", stderr)

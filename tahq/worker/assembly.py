@@ -1,6 +1,6 @@
 """The parts of a stage, built from the configuration: model slice, data, and, once there are links, the stage.
 
-Built in two parts, because HELLO reports hashes and sizes before links are known: `Assembly.build` needs the
+Building takes two calls, because HELLO reports hashes and sizes before links are known: `Assembly.build` needs the
 configuration only, `connect` needs the plan and the transports.
 """
 
@@ -39,7 +39,7 @@ from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan
 
-# -- what the configuration says about one machine -------------------------------------------------------
+# -- one machine, by the configuration -------------------------------------------------------------------
 
 
 def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:
@@ -102,8 +102,8 @@ def chunk_module(
     """
     blocks = block_ranges(config, spec)[chunk]
     if config.model.sleep is not None:
-        naps = config.model.sleep.of(chunk % config.pipeline.stages)
-        forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
+        whole_s = config.model.sleep.of(chunk % config.pipeline.stages)
+        forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
     return _slice(config, spec, blocks, device, random, weights)
 
@@ -181,7 +181,7 @@ class Assembly:
         `working` is called with the present activity.
 
         Raises:
-            UserError: whatever in the configuration does not fit this machine.
+            UserError: the configuration does not fit this machine.
         """
         stage, stages = assign.stage, config.pipeline.stages
         working("reading data")
@@ -199,7 +199,7 @@ class Assembly:
         return cls(assign, config, device, modules, data, reader)
 
     def greeting(self, address: str, files_address: str) -> Hello:
-        """HELLO: what was made of the configuration, and where links are dialled and files fetched.
+        """HELLO: hashes and sizes for the coordinator to compare, and the addresses of links and files.
 
         Raises:
             SnapshotError: a file of the checkpoint is damaged.
@@ -279,7 +279,7 @@ class Assembly:
         return arithmetic_of(self.device, self.config.wire.backend)
 
     def _arithmetic_changes(self) -> list[str]:
-        """How what computes here differs from what computed the checkpoint."""
+        """Differences between the hardware and libraries here and those that computed the checkpoint."""
         if self.reader is None:
             return []
         mine = self._own_file
@@ -308,12 +308,12 @@ class Assembly:
 
     @cached_property
     def _batches(self) -> BatchSource | None:
-        """Samples from where the checkpoint's stage stood in the data; None on a stage that needs none."""
+        """Samples from the checkpoint's place in the data on; None on a stage that needs none."""
         if self.data is None:
             return None
         origin = BEGINNING
         if self.reader is not None:
-            # or else stage 0's, which every run has with its data
+            # if this stage has no file, that of stage 0, which reads data in every run
             stage_0 = (name for name in sorted(self.assign.snapshot_files) if name.startswith("stage-000"))
             file = self._own_file or next(stage_0)
             origin = Cursor(**self.reader.stage_meta(file).cursor)

@@ -1,6 +1,6 @@
 """A worker's side of the run: it joins, then computes steps, each applied as the coordinator decides.
 
-compute, PREPARE → COMMIT, apply, checkpoint if one is due
+compute → PREPARE → COMMIT → apply or skip → checkpoint if one is due
 """
 
 import logging
@@ -63,13 +63,13 @@ O = TypeVar("O")  # noqa: E741
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What a worker is told on its command line; all else comes from the coordinator.
+    """A worker's command line; everything else comes from the coordinator.
 
-    `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
-    `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
-    this one takes its stage from its holder. Without `credentials` there is no CURVE. A `spare` waits for the
-    stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
-    One that `replaces_host` was started with --takeover, perhaps on another machine than its stage was planned for.
+    `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be `none` for a host that
+    can only dial out. Processes with the same `worker_id` are successors; with `takeover` this one takes its stage from
+    the holder. Without `credentials` there is no CURVE. A `spare` waits for the stage of a lost host; a worker that
+    `stands_by` wants its stage back, and becomes a spare if another has it. A worker that `replaces_host` was started
+    with --takeover, perhaps on another machine than its stage was planned for.
     """
 
     stage: int
@@ -86,7 +86,7 @@ class WorkerOptions:
 
 
 class WorkerControl:
-    """The control channel of one worker, with its stage and step; the main thread uses it, `send` any thread.
+    """The control channel of one worker, with its stage and step; for the main thread, `send` for any thread.
 
     Both callbacks are called in the control thread: `interrupt` ends what the main thread waits for on a link with this
     error, `obey` carries out an order.
@@ -137,15 +137,15 @@ class WorkerControl:
             raise _aborted(self._client.aborted)
 
     def working(self, activity: str) -> None:
-        """What heartbeats report from now on."""
+        """Set the activity that heartbeats report."""
         self._client.set_activity(self.stage, self.step, activity)
 
     def join(self) -> Assign | Bye:
         """Ask for a stage and wait for it; Bye: a spare is not needed. Errors as of `receive`."""
         self.working("joining")
         options = self._options
-        who = (options.stage, __version__, socket.gethostname(), os.getpid(), options.worker_id, options.takeover)
-        self.send(Join(*who, options.spare or options.stands_by))
+        process = (__version__, socket.gethostname(), os.getpid(), options.worker_id)
+        self.send(Join(options.stage, *process, options.takeover, options.spare or options.stands_by))
         while isinstance(reply := self.receive(Assign, StandBy, Bye), StandBy):
             self.working("standing by")
             log.info("standing by, as a spare")
@@ -171,7 +171,7 @@ class WorkerControl:
         """The next message, which must be of an expected kind.
 
         Raises:
-            RefusedError, RunAbortedError, StartOverError: the coordinator says so.
+            RefusedError, RunAbortedError, StartOverError: the coordinator refuses, aborts or restarts this worker.
             PeerLostError: the coordinator is lost.
             RemoteProtocolError: any other message.
         """
@@ -204,7 +204,7 @@ def _aborted(abort: Abort) -> RunAbortedError:
 class WorkerTraining:
     """One stage's steps, each as the coordinator decides it.
 
-    `offer` is called with hash and place of every file of a checkpoint that is written, in any thread.
+    `offer` is called with hash and path of every checkpoint file that is written, in any thread.
     """
 
     def __init__(
@@ -258,6 +258,7 @@ class WorkerTraining:
                 return
 
     def _prepare(self, step: int, result: StepResult) -> Prepare:
+        """This stage's part of a computed step; takes its measurements."""
         stage, meter = self._stage, self._meter
         meter.note(stage.take_link_stats())
         with stage.stopwatch.measure("norms"):
@@ -330,7 +331,7 @@ class WorkerTraining:
         """Have a due checkpoint written; after the last step, return when all are written and reported."""
         self._complete_snapshot = commit.complete_snapshot
         if commit.snapshot:
-            self._control.working("snapshot")
+            self._control.working("checkpoint")
             # nothing changes after the last step, and state that memory has no room for cannot be copied
             copy = not (commit.stop or self._stage.keeps_state_on_disk)
             self._last_checkpoint = commit.step + 1 if commit.stop else None
@@ -361,7 +362,7 @@ class WorkerTraining:
         self._control.send(Snapshotted(step, number, written.file, written.sha256, written.nbytes))
 
     def _wait_for_room(self, seconds: float) -> None:
-        """Sleep while the disk has no room for the last checkpoint; leaves if the run is aborted."""
+        """Sleep while the disk has no room for the last checkpoint; RunAbortedError ends the wait."""
         self._control.working("waiting for room on the disk")
         time.sleep(seconds)
         self._control.check_aborted()

@@ -1,7 +1,7 @@
 """A worker's addresses, the sockets of its links, and the links, which change as the coordinator orders.
 
-The main thread opens the links. Orders come in the control thread, which obeys at once, since the main thread may be
-waiting for a frame of the very peer that an order is about.
+The main thread opens the links. Orders arrive in the control thread, which carries them out at once, since the main
+thread may be waiting for a frame from the very peer that an order concerns.
 """
 
 import logging
@@ -97,7 +97,7 @@ def open_endpoint(
 
 
 def _try_to_send(send: Send, message: Message) -> None:
-    with suppress(TahqError):  # a coordinator that is lost is noticed elsewhere, and ends the run
+    with suppress(TahqError):  # the loss of the coordinator is noticed elsewhere, and ends the run
         send(message)
 
 
@@ -115,15 +115,15 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
             bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
         elif options.advertise is None:
             log.warning(
-                "this machine does not have the address %s of hosts.%d, so neighbours are told %s; if they reach it "
-                "at another address, give --advertise",
+                "this machine does not have the address %s of hosts.%d, so neighbours will dial %s; if they reach "
+                "it at another address, give --advertise",
                 *(host.address, stage, options.bind or bind),
             )
     return options.bind or bind, options.advertise or advertise
 
 
 def _is_local_address(host: str) -> bool:
-    """Whether a name or IP address is one of this machine's: what is sent there then has it as its source, too."""
+    """Whether a name or IP address is one of this machine's; traffic to it then has it as its source, too."""
     try:
         addresses = {str(row[4][0]) for row in socket.getaddrinfo(host, None)}
         return local_address_towards(format_address(host, 9)) in addresses
@@ -151,7 +151,7 @@ OpenGroup = Callable[[ZmqTransport, str, str], Transport]
 
 
 class WorkerLinks:
-    """Links to the neighbours: the main thread opens them; orders that come before are carried out then.
+    """Links to the neighbours, opened by the main thread; orders that arrive earlier are carried out then.
 
     `answer` sends an answer to the coordinator, from any thread.
     """
@@ -163,13 +163,13 @@ class WorkerLinks:
         self._lock = threading.Lock()
         self._epoch = 0
         self._early: list[LinkOrder] | None = []
-        """Orders that came before the links were open; None: they are open."""
+        """Orders that arrived before the links were open; None: they are open."""
 
     def open(self, plan: Plan, timeout_s: float, open_group: OpenGroup) -> dict[int, Transport]:
         """Open the plan's links and wait until all are connected; by number.
 
         Raises:
-            PeerLostError: a neighbour did not come in time; the message names it.
+            PeerLostError: a neighbour did not connect in time; the message names it.
             RemoteProtocolError: the plan is invalid, or a peer has another identity than planned.
         """
         wanted = _wanted(plan.wanted)
@@ -197,8 +197,8 @@ class WorkerLinks:
             else:
                 self._early.append(order)
 
-    def say_lacking(self, link: int) -> None:
-        """Tell the coordinator that the frames which a neighbour needs again on this link are lost."""
+    def report_lacking(self, link: int) -> None:
+        """Tell the coordinator that the log of this link lacks frames that a neighbour needs again."""
         _try_to_send(self._answer, Relinked(self._stage, self._epoch, [link]))
 
     def _obey(self, order: LinkOrder) -> None:

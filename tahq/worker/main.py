@@ -158,11 +158,11 @@ class Worker:
             training.run(start.step)
         except FrameLogError as error:
             log.error("%s; all stages go back to a checkpoint", error)
-            links.say_lacking(error.link)
+            links.report_lacking(error.link)
         return control.receive(Bye).exit_status
 
     def report(self, error: TahqError) -> None:
-        """Tell the coordinator why this worker leaves, unless the coordinator said so itself."""
+        """Report the error to the coordinator, unless it came from there."""
         log.error("%s", error)
         if isinstance(error, RefusedError | RunAbortedError) or self.control.is_aborted:
             return
@@ -170,21 +170,21 @@ class Worker:
             self.control.send(Failed(self.control.stage, str(error), error.exit_status))
 
     def abandon(self) -> None:
-        """Leave the links as if this process had died: the neighbours go on with the next one."""
+        """Drop the links as if this process had died; the neighbours continue with its successor."""
         for group in self._groups:
             group.abandon()
         if self._endpoint is not None:
             self._endpoint.abandon()
 
     def close(self) -> None:
-        """Release the sockets; the links say goodbye."""
+        """Close all sockets; the links send a goodbye."""
         signal.setitimer(signal.ITIMER_REAL, 0)  # this worker is leaving
         for part in (self._copies, *self._groups, self._endpoint, self.control):
             if part is not None:
                 part.close()
 
     def _configure(self, config: ClusterConfig) -> None:
-        """Apply what `run:` says about this process."""
+        """Apply the keys of `run:` that concern this process."""
         run, tahq_log = config.run, logging.getLogger("tahq")
         self._signals.grace_s = run.grace
         if tahq_log.getEffectiveLevel() > logging.DEBUG:  # else the command line asked for more
@@ -245,7 +245,7 @@ class WorkerSignals:
         self._numbers: list[int] = []
         self._is_reported = False
         self.grace_s: float | None = None
-        """How long the step and its checkpoint may take after SIGTERM; None: not known yet."""
+        """Seconds that the step and its checkpoint may take after SIGTERM; None: not known yet."""
 
     def install(self) -> None:
         """Handle the signals here; called by the main thread."""
@@ -267,17 +267,17 @@ class WorkerSignals:
             signal.setitimer(signal.ITIMER_REAL, self.grace_s)
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
-        """Leave, whatever the main thread is doing or waiting for."""
+        """End the process, whatever the main thread is doing or waiting for."""
         raise InterruptedRunError(
             f"stage {self._control.stage} stopped by SIGTERM: step {self._control.step + 1} and its checkpoint took "
-            f"longer than run.grace ({self.grace_s:g} s), so they are given up",
+            f"longer than run.grace ({self.grace_s:g} s), so they were abandoned",
             signal.SIGTERM,
         )
 
 
 # -- the error of a device that is out of memory -----------------------------------------------------
 
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _GENERAL = (
     "use a smaller training.micro_batch, training.activation_checkpointing: block, more stages, or fewer layers on "
@@ -288,19 +288,19 @@ _GENERAL = (
 def out_of_memory(
     error: BaseException, stage: int, config: ClusterConfig | None = None, device: torch.device | None = None
 ) -> OutOfMemoryError:
-    """In one line the failed allocation, the stage's needs (by `stage_estimate`, a lower bound) and helpful changes.
+    """One line with the failed allocation, the stage's needs (`stage_estimate`, a lower bound) and helpful changes.
 
     `config` is resolved; it and `device` are None if they were not known yet.
     """
     advice = _estimate(config, stage, device) if config is not None and device is not None else _GENERAL
     return OutOfMemoryError(
-        f"stage {stage} is out of memory: {_wanted(error, device)}; {advice}; `tahq-launch --dry-run` shows the "
+        f"stage {stage} is out of memory: {_allocation(error, device)}; {advice}; `tahq-launch --dry-run` shows the "
         "estimate of every stage"
     )
 
 
 def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
-    """The needs and the advice; if they cannot be estimated, the advice without numbers."""
+    """The stage's needs and advice; if they cannot be estimated, advice without numbers."""
     bf16 = computes_in_bf16(config, device)
     try:
         spec = resolved_spec(config, None)
@@ -314,14 +314,14 @@ def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
     rest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
     held = f"activations {size(activations)} ({depth} micro-batches in flight, {size(activations / depth)} each)"
     advice = ", ".join(f"{change} ({size(saved)} less)" for change, saved in helpful)
-    helps = f"what would help, by that estimate: {advice}" if advice else _GENERAL
+    helps = f"by the same estimate, these would help: {advice}" if advice else _GENERAL
     return f"it needs {size(memory.total)} or more: {held}, {rest}; {helps}"
 
 
-def _wanted(error: BaseException, device: torch.device | None) -> str:
-    match = _WANTED.search(str(error))
+def _allocation(error: BaseException, device: torch.device | None) -> str:
+    match = _ALLOCATION.search(str(error))
     if match is not None:
-        text = f"{size(float(match[1]) * _UNITS[match[2]])} more were wanted"
+        text = f"tried to allocate {size(float(match[1]) * _UNITS[match[2]])}"
     else:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if device is None:
@@ -330,7 +330,7 @@ def _wanted(error: BaseException, device: torch.device | None) -> str:
         free = free_bytes(device)
     except RuntimeError:  # a CUDA context that cannot be used any more
         free = 0
-    return f"{text}, {size(free)} are free on {device}" if free else f"{text} on {device}"
+    return f"{text}, {size(free)} free on {device}" if free else f"{text} on {device}"
 
 
 def size(nbytes: float) -> str:

@@ -1,8 +1,8 @@
 """A worker of `tahq measure`: carries out the coordinator's orders to measure, and answers other workers.
 
-Of the model one block, the embedding, and the head with the loss are timed. Weights are random, whatever the run's
-are; only their sizes matter. Gradients are added up as in a step. Every part is built, timed and dropped before the
-next, so that the largest part is all that must fit.
+Times one block, the embedding, and the head with the loss. Weights are random, because only their sizes matter.
+Gradients are added up as in a step. Every part is built, timed and dropped before the next, so that the largest part
+is all that must fit.
 
 Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
@@ -78,7 +78,7 @@ def measure(
 class MeasuringMember:
     """Carries out orders to measure and answers other workers; as a context, it listens until its end.
 
-    `listening` are the address to bind, and the one that others dial if it is another; `working` is called with the
+    `listening` are the address to bind, and the address that others dial if it differs; `working` is called with the
     present activity, for the heartbeats. UserError: it cannot listen there.
     """
 
@@ -297,7 +297,7 @@ class ComputeMeasurement:
             return forward_s - start_s, now_s() - forward_s
 
         def input_lap() -> tuple[float]:
-            # autograd omits the gradients that are not asked for, but not within functions of our own
+            # autograd omits gradients that are not requested, but not within our own autograd functions
             model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
             y, gradient = forward()
             model.deferred = None
