@@ -65,6 +65,17 @@ def test_fifty_steps_of_small_parameters_are_torchs_except_for_rounding():
     assert errors.max() <= 50 * 10 * 2**-24 * 4 / RATE
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-15, 1.0, 1e15])
+def test_first_step_has_the_length_of_the_rate_with_a_constant_gradient(value):
+    """m̂/√v̂ is 1 but for about eight roundings of 2⁻²⁴; ε counts where g is small."""
+    parameter = Parameter(torch.zeros(300))
+    optimizer = all_coded([parameter])
+    parameter.grad = torch.full((300,), value)
+    optimizer.step()
+    expected = torch.full((300,), -RATE * value / (value + 1e-8))
+    torch.testing.assert_close(parameter.detach(), expected, rtol=8 * 2**-24, atol=0)
+
+
 def test_gradients_whose_square_overflows_stop_their_own_block_only():
     parameter = Parameter(torch.ones(512))
     optimizer = all_coded([parameter])
