@@ -69,9 +69,9 @@ class CoordinatorOptions:
     resume_command: str = ""
     """How to continue the run, for messages: `tahq-launch cluster.yaml --resume`."""
     codecs: CodecOptions = field(default_factory=CodecOptions)
-    """The links' codecs, and what changes them."""
+    """The links' codecs, and the rules that change them."""
     next_sample: int | None = None
-    """Number of the sample that `start_step` begins with; None: the workers say it."""
+    """Number of the sample that `start_step` begins with; None: taken from the workers' HELLO."""
     is_measuring: bool = False
     """Whether workers measure instead of training (`tahq measure`)."""
     leave_timeout_s: float = 1.0

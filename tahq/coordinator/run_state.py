@@ -103,7 +103,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A step's decision, and by stage the fingerprint of what was computed."""
+    """A step's decision, and the fingerprint of each stage's results, by stage."""
 
     commit: Commit
     fingerprints: tuple[str, ...]
@@ -130,7 +130,7 @@ class RunState:
     ending: Ending = Ending(1, "the run broke off")
     stop_signal: int | None = None
     returning: int | None = None
-    """The epoch in which stages come back whose neighbours make their links ready; None: no stage does."""
+    """The epoch of stages that come back, while their neighbours make links ready; None: no stage comes back."""
     num_steps: int = 0
     """Length of the run; 0 until all have joined."""
     num_samples: int = 0
@@ -221,7 +221,7 @@ class RunState:
         self.newest, self.last_snapshot = point, point.step
 
     def rebase(self, point: RestorePoint) -> None:
-        """Forget what was kept for stages that begin before this point: none does any more."""
+        """Make a checkpoint the base, and forget the decisions before it: no stage can begin earlier any more."""
         self.base = point
         if self.newest.step < point.step:
             self.newest = point

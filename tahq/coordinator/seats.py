@@ -1,4 +1,4 @@
-"""One row per stage: the worker that holds it, its progress, and what is kept for the next worker.
+"""One row per stage: the worker that holds it, its progress, and the facts kept for its next worker.
 
 Pure: identities and times are arguments, nothing is sent. ::
 
@@ -130,7 +130,7 @@ class Seat(Holder):
     origin: RestorePoint = RestorePoint(0)
     """Where its worker began."""
     lost_since_s: float | None = None
-    """When the stage fell behind the run; None: it is where the run is."""
+    """When the stage fell behind the run; None: it is at the run's step."""
     spare_from_s: float | None = None
     """When an empty seat may be given to a spare."""
     given_to: str | None = None

@@ -239,7 +239,7 @@ class Coordinator:
             self._finish_if_nothing_is_owed()
 
     def _stage_of(self, message: Any) -> int:
-        """The stage for which a message speaks."""
+        """The stage that a message is about."""
         if isinstance(message, Evaluated):
             return len(self._seats) - 1
         stage: int = message.holder if isinstance(message, Copied) else message.stage

@@ -1,4 +1,4 @@
-"""Whole measurements: scripted workers, virtual clock, the coordinator as it is."""
+"""Whole measurements: scripted workers, virtual clock, the real coordinator."""
 
 import signal
 from dataclasses import dataclass, field, replace
@@ -72,7 +72,7 @@ class Measurer:
 
 @pytest.fixture
 def begin(scene):
-    """begin(stage1={…}) is a coordinator of three who measure; what it has measured."""
+    """`begin(stage1={…})` builds a coordinator and three workers that measure; returns its figures."""
 
     def make(request=REQUEST, **changes_by_stage):
         measured = Measured(["host0", "host1", "host2"], "abc")

@@ -137,7 +137,7 @@ def test_published_checkpoint_is_the_latest_names_its_files_and_removes_old_ones
 
 
 @pytest.mark.parametrize("complete_before", [False, True])
-def test_of_a_checkpoint_that_failed_nothing_takes_up_room(publisher, tmp_path, complete_before):
+def test_failed_checkpoint_leaves_no_files(publisher, tmp_path, complete_before):
     publisher(write_parts(tmp_path, 1))
     snapshots = tmp_path / "snapshots"
     if complete_before:  # of an earlier start of the run, which was resumed from the one before it
@@ -156,7 +156,7 @@ def test_of_a_checkpoint_that_failed_nothing_takes_up_room(publisher, tmp_path, 
         assert {path.name for path in folder.iterdir()} == {"manifest.json", *(part.file for part in kept.parts)}
 
 
-def test_removed_run_folder_is_named_and_not_made_anew(scene, tmp_path):
+def test_removed_run_folder_is_named_and_not_created_again(scene, tmp_path):
     options = replace(scene.options, run_folder=tmp_path / "gone")
     with pytest.raises(UserError, match=r"the run's folder .*gone or a file in it was removed"):
         publish_to_folder(options, SnapshotParts(RestorePoint(5), (Snapshotted(5, 0, "file", "ab", 10),)))

@@ -1,4 +1,4 @@
-"""Stages that are lost and come back: scripted workers, virtual clock, the coordinator that users have."""
+"""Stages that are lost and come back: scripted workers, virtual clock, the real coordinator."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def led(scene, kills, after_steps=0, **options):
     assert scene.run(tick) == 0, scene.end.message
 
 
-def test_killed_stage_begins_at_the_checkpoint_and_hears_what_was_decided(scene):
+def test_killed_stage_begins_at_the_checkpoint_and_is_sent_the_decisions(scene):
     led(scene, [(2, 1)], after_steps=5)
     assert scene.losses() == [2.0] * 8
     (plan,) = scene.server.told(AGAIN, say.Plan)
@@ -53,7 +53,7 @@ def test_killed_stage_begins_at_the_checkpoint_and_hears_what_was_decided(scene)
     assert "stage 1 (host1, pid 101) is back after" in scene.warnings()
 
 
-def test_neighbours_make_ready_before_the_new_worker_is_told_whom_to_dial(scene):
+def test_neighbours_make_ready_before_the_new_worker_is_sent_its_plan(scene):
     led(scene, [(2, 0)], after_steps=5)
     again = b"worker-0-again"
     sent = [(who, type(message)) for who, message in scene.server.sent if isinstance(message, say.Relink | say.Plan)]
@@ -72,8 +72,8 @@ def test_neighbours_make_ready_before_the_new_worker_is_told_whom_to_dial(scene)
     assert not widened or widened[-1].through == -1
 
 
-def test_stages_that_go_back_repeat_what_they_had_said_about_the_step(scene):
-    """Of a step that only the killed worker has not prepared; the second time theirs took another time."""
+def test_stages_that_go_back_prepare_the_same_step_again(scene):
+    """Only the killed worker had not prepared the step; the others' second PREPARE has another timing."""
     scene.workers(stage1={"say": {3: []}}, stage2={"lacking": [1]})
     scene.build(steps=6, snapshot_every=2)
     scene.start_over_when_told(lacking=[], say={}, prepare={"timing": {"forward": 2.0}})
@@ -83,7 +83,7 @@ def test_stages_that_go_back_repeat_what_they_had_said_about_the_step(scene):
     assert scene.losses() == [2.0] * 6
 
 
-def test_stage_that_computes_otherwise_is_named_once_and_the_run_goes_on(scene):
+def test_stage_that_recomputes_a_different_result_is_named_once_and_the_run_goes_on(scene):
     scene.workers()
     scene.build(steps=6, snapshot_every=50)
     scene.coordinator.restart = partial(scene.restart, prepare={"norm2": [0.25, 0.75]})
@@ -159,7 +159,7 @@ def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):
 
 
 def test_stage_that_comes_back_and_never_connects_ends_the_run_within_its_deadline(scene):
-    """As after a dial that is lost: its worker lives, and says nothing of its links."""
+    """As after a lost dial: its worker is alive, and reports nothing about its links."""
     scene.workers()
     scene.build(steps=8, join_timeout_s=200.0, give_up_s=50.0, snapshot_every=2)
     scene.coordinator.restart = partial(scene.restart, ignores=(say.Plan,))

@@ -1,4 +1,4 @@
-"""Whole runs: scripted workers, virtual clock, the coordinator that users have."""
+"""Whole runs: scripted workers, virtual clock, the real coordinator."""
 
 import signal
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_any_order_of_arrival_gives_the_same_run(new_scene, seed):
         assert scene.run(steps=5, eval_every=2, snapshot_every=2) == 0
         records = [replace(record, step_time_s=0.0) for record in scene.observer.of("step_committed")]
         told = [scene.server.told(f"worker-{stage}".encode(), say.Commit | say.Plan | say.Bye) for stage in range(3)]
-        # how early it is known that a checkpoint is complete is no part of the run
+        # when a checkpoint is known to be complete may differ
         told = [[replace(m, complete_snapshot=0) if isinstance(m, say.Commit) else m for m in told_] for told_ in told]
         runs.append((records, told, [parts.step for parts in scene.published]))
     assert runs[0] == runs[1]
@@ -475,7 +475,7 @@ def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_chec
     assert [start.codecs for start in again.server.told(b"worker-0", say.Start)] == [[[0, 1, 2]]]
 
 
-def test_checkpoint_whose_codecs_make_no_sense_ends_the_run_before_its_first_step(scene):
+def test_checkpoint_with_malformed_codecs_ends_the_run_before_its_first_step(scene):
     scene.workers()
     assert scene.run(codecs=follow_options(saved={"links": 3})) == SnapshotError.exit_status
     assert "cannot be read" in scene.end.message

@@ -109,7 +109,7 @@ def test_both_ends_of_a_copy_know_the_others_key(scene, spare):
     assert say.Admit(["key-spare"]) in scene.server.told(b"worker-1", say.Admit)
 
 
-def test_lost_worker_that_comes_back_hears_that_its_stage_is_taken_and_stands_by(scene, spare):
+def test_lost_worker_that_comes_back_is_told_that_its_stage_is_taken_and_stands_by(scene, spare):
     _, lost, _ = serve(scene)
     silence(scene, 1, 6)
 
