@@ -66,12 +66,12 @@ class AqsgdLayout:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no elements, and so nothing but a header."""
+        """Whether the tensor has no elements, so that the stream is only a header."""
         return not self.is_whole
 
 
 def sections_of(spec: AqsgdSpec, shape: Sequence[int], num_whole: int) -> stream.Sections:
-    """Where the sections lie if so many samples are sent whole."""
+    """The sections of a stream in which `num_whole` samples are sent whole."""
     samples, tokens, channels = grid(shape) if 0 not in shape else (0, 0, 0)
     num_codes = (samples - num_whole) * tokens * channels
     sizes = {
@@ -109,7 +109,7 @@ def grid(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def has_ids(records: Sequence[Record]) -> bool:
-    """Whether the samples may be remembered: all have an id, or none has."""
+    """Whether the samples have ids and may be remembered; either all of them have an id or none of them."""
     return any(record.sample_id != NO_ID for record in records)
 
 

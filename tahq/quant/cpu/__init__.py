@@ -1,1 +1,1 @@
-"""What the `cpu` backends (numba) share."""
+"""Parts that the `cpu` backends (numba) of all codecs share."""

@@ -274,7 +274,7 @@ def _steps_of_rank(counts: Int64Array, rank: int) -> int:
 
 @kernel
 def read_widths(packed: ByteArray, starts: Int64Array) -> None:
-    """Where each tile's planes start, and the last end: `starts`, [T + 1]; widths are 1 to 8 whatever the bytes are."""
+    """Write where each tile's planes start, and the last end, to `starts` [T + 1]; widths are 1 to 8 for any bytes."""
     starts[0] = 0
     for tile in range(starts.size - 1):
         starts[tile + 1] = starts[tile] + read_number(tile, WIDTH_BITS, packed) + 1

@@ -66,7 +66,7 @@ class FixedSections(NamedTuple):
 
     @classmethod
     def of(cls, layout: FixedLayout, buf: torch.Tensor) -> "FixedSections":
-        """Of an aligned buffer that has the layout's length."""
+        """Views of an aligned buffer that has the layout's length."""
         scale, whole, planes = (layout.sections.view(buf, name).numpy() for name in ("scale", "bytes", "planes"))
         return cls(scale.view(np.uint16), whole, planes)
 

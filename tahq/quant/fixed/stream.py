@@ -54,7 +54,7 @@ class FixedLayout(stream.Layout):
         return cls(spec, tiling, header, stream.Sections.of(sizes))
 
     def views(self, buf: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Of a stream: the bytes [T, G] of each place, lowest first, and the planes [T, bits mod 8, G/8]."""
+        """Views of a stream: the codes' whole bytes [T, G], lowest first, and their planes [T, bits mod 8, G/8]."""
         num_tiles, group = self.tiling.num_tiles, self.tiling.group
         whole = self.sections.view(buf, "bytes").view(self.spec.bits // 8, num_tiles, group)
         planes = self.sections.view(buf, "planes").view(num_tiles, self.spec.bits % 8, group // 8)

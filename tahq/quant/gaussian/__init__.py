@@ -1,1 +1,1 @@
-"""What `eden` and `wf` share: Gaussian-optimal levels, widths of tiles, small scales, the stream."""
+"""The codecs `eden` and `wf`: Gaussian-optimal levels, widths of tiles, small scales, the stream, the kernels."""

@@ -92,7 +92,7 @@ class TileSections(NamedTuple):
 
     @classmethod
     def of(cls, layout: TileLayout, buf: torch.Tensor) -> "TileSections":
-        """Of an aligned buffer that is as long as the layout says."""
+        """Views of an aligned buffer that has the layout's length."""
         scale, width, codes = (layout.sections.view(buf, name).numpy() for name in ("scale", "width", "codes"))
         return cls(scale, width, codes)
 

@@ -49,15 +49,15 @@ from tahq.quant.spec import EdenSpec
 from tahq.quant.tiling import Tiling
 
 ELEMENTS_PER_BLOCK = 4096
-"""Of the kernels that walk down columns."""
+"""Elements of a block of the kernels that walk down columns of tiles."""
 MAX_PARTS = 128
 """The most parts of the tokens that are summed separately."""
 MAX_TILES = 1 << 28
 """Eight bits of each are counted in 32-bit numbers."""
 MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
-"""Of the kernels that code: four times what a device holds at a time, as blocks take as long as their widest tile."""
+"""The most programs of kernels that code: more than a device holds at a time, as blocks differ in their time."""
 TILES_COUNTED = 4096
-"""Per program."""
+"""Tiles per program of a decoder's first kernel."""
 SLOTS = 16
 """Words before `starts`."""
 _EIGHTS = tl.constexpr(TILES_COUNTED // 8)

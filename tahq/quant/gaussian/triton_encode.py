@@ -29,7 +29,7 @@ from tahq.quant.gpu.tiles import (
 from tahq.quant.tiling import TOP_EXPONENT
 
 TOKENS_PER_PROGRAM = 8
-"""Of the kernel that makes levels of energies."""
+"""Tokens per program of the kernel that turns energies into levels."""
 _TOKENS = tl.constexpr(TOKENS_PER_PROGRAM)
 _TILES_AT_ONCE = tl.constexpr(128)
 _SUMS_AT_ONCE = tl.constexpr(4096)

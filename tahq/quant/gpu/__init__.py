@@ -1,1 +1,1 @@
-"""What the `triton` backends share."""
+"""Parts that the `triton` backends of all codecs share."""

@@ -137,7 +137,7 @@ def pack_codes(codes, BYTES: tl.constexpr, T: tl.constexpr, WORDS: tl.constexpr)
 
 @triton.jit
 def halves(codes):
-    """Of weighted codes below 256, the lower and the upper four bits."""
+    """The lower and the upper four bits of weighted codes below 256."""
     weight = weights()[None, None, None, :]
     rounding = weight * ROUNDING
     upper = (tl.fma(codes, 0.0625, -0.46875 * weight) + rounding) - rounding

@@ -106,7 +106,7 @@ class TahSections(NamedTuple):
 
     @classmethod
     def of(cls, layout: TahLayout, buf: torch.Tensor) -> "TahSections":
-        """Of an aligned buffer that has the layout's length."""
+        """Views of an aligned buffer that has the layout's length."""
         names = ("bit map", "scale", "zero-point", "pivot", "low planes", "high planes")
         bit_map, scale, zero_point, *rest = (layout.sections.view(buf, name).numpy() for name in names)
         return cls(bit_map, scale.view(np.uint16), zero_point.view(np.uint16), *rest)

@@ -117,7 +117,7 @@ def _numbers_of(builder: Any, codes: Any, affine: Any) -> Any:
 
 
 def _to_bf16(builder: Any, numbers: Any) -> Any:
-    """As `numbers.float_to_bf16`."""
+    """Bits of bf16, as `numbers.float_to_bf16` gives them."""
     lanes = numbers.type.count
     bits = builder.bitcast(numbers, ir.VectorType(_WORD, lanes))
     dropped, one, below_half = (splat(builder, _WORD(number), lanes) for number in (16, 1, 0x7FFF))

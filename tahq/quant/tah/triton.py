@@ -47,11 +47,11 @@ from tahq.quant.tiling import TOP_EXPONENT
 ENCODED_PER_WARP = 1024
 """Elements of a warp of the kernels that code: two threads have a tile of 64."""
 MEASURED_ELEMENTS, MEASURING_WARPS = 4096, 4
-"""Of a program of the first kernel."""
+"""Elements and warps of a program of the encoder's first kernel."""
 MOST_REGISTERS = 80
 """Per thread in kernels for up to four bits: they would use a few more, but with fewer, more of them run at a time."""
 MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
-"""Of the kernels that code: more than a device holds at a time, as some blocks take longer (tiles coded one by one)."""
+"""The most programs of kernels that code: more than a device holds at a time, as blocks differ in their time."""
 ALLOCS_PER_PROGRAM = 2048
 _DAMAGED, _MARKED = tl.constexpr(DAMAGED), tl.constexpr(MARKED)
 _ALLOCS = tl.constexpr(ALLOCS_PER_PROGRAM)

@@ -114,7 +114,7 @@ def measure_kernel(
 
 
 _MOST_EXPONENT = tl.constexpr(90)
-"""Of a tensor that the fast path takes: the product of 2^e and 1/s stays finite."""
+"""The largest |e| of tensors for the fast path: the product of 2^e and 1/s stays finite."""
 
 
 @triton.jit

@@ -26,7 +26,7 @@ NUM_BINS, NUM_LEVELS = 256, 3
 MAX_MEASURED = 1024
 """Programs of an encoder's first kernel: more, and smaller, than those of the other codecs, as they do more."""
 WORDS_BEFORE_TILES = MAX_MEASURED + ALIGNMENT
-"""Of the work buffer: what programs measured, then the exponent of the tensor."""
+"""Words of the work buffer before those of tiles: the programs' measurements, then the exponent of the tensor."""
 NOT_FINITE = tl.constexpr(-128.0)
 """Stands for the entropy of a tile that is not finite."""
 _BINS = tl.constexpr(NUM_BINS)
