@@ -121,7 +121,7 @@ def test_step_before_the_origin_is_refused(numbers):
 
 def test_validation_covers_the_split_once_then_counts_nothing(dataset):
     batches = source(dataset)
-    assert source(dataset, seed=1).validation(0).digest == batches.validation(0).digest  # whatever the seed
+    assert source(dataset, seed=1).validation(0).digest == batches.validation(0).digest  # for every seed
     held_out = dataset.num_validation_samples
     assert held_out % 4 != 0, "the last batch should be a partial one"
     every = [batches.validation(i) for i in range(-(-held_out // 4) + 2)]
@@ -130,6 +130,8 @@ def test_validation_covers_the_split_once_then_counts_nothing(dataset):
     assert [batch.num_tokens for batch in every[-2:]] == [0, 0]
     scored = [int(n) for b in every for n, row in zip(b.sample_ids, b.labels, strict=True) if (row != -100).any()]
     assert sorted(scored) == list(range(dataset.num_train_samples, dataset.num_train_samples + held_out))
+    few = [number - dataset.num_train_samples for number in scored[:12]]  # spread over the split: a fair sample
+    assert min(few) < held_out / 3 < held_out * 2 / 3 < max(few)
 
 
 def test_validation_without_samples_is_refused(numbers):

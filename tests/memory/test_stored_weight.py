@@ -41,6 +41,21 @@ def test_error_is_at_most_half_a_step_for_any_shape(shape):
     assert decoded(values).shape == torch.Size(shape)
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e30, -1e-30, 3e38])
+def test_constant_groups_come_back_within_half_a_step(value):
+    """Their range includes 0, so all steps lie on one side of it."""
+    found = decoded(torch.full((300,), value))
+    assert torch.equal(found, found[:1].expand(300))
+    assert abs(float(found[0]) - value) <= abs(value) / 240
+
+
+def test_range_of_the_largest_numbers_does_not_overflow():
+    limit = torch.finfo(torch.float32).max
+    found = decoded(torch.tensor([limit * 0.99, -limit * 0.99]))
+    assert found.isfinite().all()
+    assert found[0] > 0.98 * limit
+
+
 def test_groups_of_every_size_may_be_beside_each_other():
     scales = torch.tensor([1e-34, 1e-20, 1.0, 1e20, 1.6e38, 0.0])
     values = torch.linspace(-1, 1, 256)[None] * scales[:, None]
