@@ -169,6 +169,29 @@ BreakingLink.TestCase.settings = settings(
 TestBreakingLink = BreakingLink.TestCase
 
 
+@pytest.mark.parametrize("is_request_lost", [True, False])
+def test_last_frame_is_sent_again_if_it_was_lost_with_the_request_or_the_answer_to_it(is_request_lost):
+    """The receiver waits for another round then, and a BYE, which names none, tells it of no loss."""
+    limits = SessionLimits(10.0, 2.0, 100)
+    receiver, sender = met_sessions(limits)
+    id = LogicalId(RUN, 0, 0, Purpose.TRAIN, 0, 0, Direction.BACKWARD)
+    receiver.expect(id, 50)
+    sender.send(Frame(id, 0, torch.uint8, (50,), torch.zeros(50, dtype=torch.uint8)), 0.0)
+    sender.close(0.0)
+    assert len(pieces(sender)) == 2  # lost: the frame and BYE
+    receiver.reconnected(0)
+    request = urgent(receiver)
+    if not is_request_lost:
+        hear(sender, request)
+        urgent(sender), pieces(sender)  # lost as well
+    for now_s in (2.0, 4.0, 6.0, 8.0):
+        for one, other in ((sender, receiver), (receiver, sender)):
+            one.handle_timer(now_s)
+            hear(other, [*urgent(one, now_s), *pieces(one, now_s)], now_s)
+    assert [frame.id for frame in receiver.take_delivered()] == [id]
+    assert sender.is_settled
+
+
 # Channels
 
 

@@ -177,6 +177,7 @@ class Session:
             self.signals.plan(FrameKind.ACK)
         elif action == "retract":
             self._byes_said = 0
+            self.signals.plan(FrameKind.HEARTBEAT, self.connections)  # names our round, which BYE does not
         elif action == "fail":
             raise PeerLostError(f"{self._spec}: the peer ended it: {reason}")
         elif action == "forget":
