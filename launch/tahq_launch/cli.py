@@ -129,8 +129,8 @@ def worker(
         raise typer.BadParameter("a spare takes any stage that needs a worker; leave out --stage and --takeover")
     if takeover and stage is None:
         raise typer.BadParameter("--takeover needs --stage, the stage to take")
-    if device is not None and re.fullmatch("cpu|cuda(:[0-9]+)?", device) is None:  # else it would end the whole run
-        raise typer.BadParameter(f"expected cpu, cuda or cuda:N; got {device!r}", param_hint="--device")
+    if device is not None and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", device) is None:  # ends the run later
+        raise typer.BadParameter(f"expected auto, cpu, cuda or cuda:N; got {device!r}", param_hint="--device")
     for option, address in (("--peer", peer), ("--bind", bind), ("--advertise", advertise)):
         if address is not None and (option, address) != ("--advertise", "none"):
             parse_address(address, option)
