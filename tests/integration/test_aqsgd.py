@@ -105,7 +105,7 @@ def test_resume_in_the_second_epoch_equals_uninterrupted_to_the_bit(tmp_path, th
 
 @pytest.mark.acceptance
 def test_skipped_step_leaves_both_ends_with_the_same_state(tmp_path):
-    """Weights blow up; what is finite was sent and stays remembered, the rest is neither sent nor remembered."""
+    """Weights diverge: finite samples are sent and remembered, others neither."""
     folder_with_text(tmp_path)
     blown = config(
         training={"lr": 1e30, "clip_norm": None, "max_skipped_in_a_row": 8, "eval_every": None}, pipeline={"stages": 2}

@@ -22,7 +22,7 @@ RATES = {("host0", "host1"): 50e6, ("host1", "host0"): 20e6}
 
 
 def measured(folder):
-    """What was measured, or what stood in the way."""
+    """The measurement, or the error."""
     options = ["--micro-batch", "2", "--codecs", "raw"]
     done = finish(folder, "tahq", "measure", str(write_config(folder, CONFIG)), *options)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Whole runs with ``hosts: namespaces``: real workers on real hosts, and nothing of them left afterwards."""
+"""Whole runs with ``hosts: namespaces``: real workers on real hosts, of which nothing is left afterwards."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def training(start, tmp_path):
-    """A launcher whose run has made a step on a network, and would go on for ever."""
+    """A launcher whose run has made a step on a network, and would never end."""
     launcher = start(ENDLESS)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
 

@@ -46,9 +46,9 @@ else:
 sys.argv = ["tahq-worker", *sys.argv[1:]]
 sys.exit(worker_main())
 """
-"""A worker in whose stage the gradient of one weight is NaN in one micro-batch of one step: nothing of it travels.
+"""A worker in whose stage the gradient of one weight is NaN in one micro-batch of one step, and so never sent.
 
-A parameter's in the second micro-batch; or that of a matrix that is trained in a subspace, in MICRO_BATCH.
+It is a parameter's in the second micro-batch; or that of a matrix that is trained in a subspace, in MICRO_BATCH.
 """
 
 LLAMA = {"family": "llama", "num_layers": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}

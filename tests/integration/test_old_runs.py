@@ -1,4 +1,4 @@
-"""Runs that commit 5e6a489 (version 0.1) made and stopped after step 4 go on here, to the bit.
+"""Runs that commit 5e6a489 (version 0.1) made and stopped after step 4 continue here, to the bit.
 
 The runs were made with the cluster.yaml and the text in their folders, on two cores of an AMD EPYC with torch 2.13.0.
 `expected.json` has the losses, gradient norms and the hash of the final weights that 5e6a489 itself got by step 8.
@@ -18,13 +18,13 @@ RUNS = Path(__file__).with_name("runs_5e6a489")
 
 
 def _arithmetic(snapshot: Path) -> list[dict[str, str]]:
-    """What computed each stage's file: its processor, libraries and number of threads."""
+    """The processor, libraries and number of threads that computed each stage's file."""
     files = sorted(snapshot.glob("*.safetensors"))
     return [json.loads(safe_open(file, "pt").metadata()["tahq"])["arithmetic"] for file in files]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_run_of_version_0_1_goes_on_to_the_bit(tmp_path, name):
+def test_run_of_version_0_1_continues_to_the_bit(tmp_path, name):
     old = RUNS / name
     folder = tmp_path / "runs" / name
     shutil.copytree(old, folder)

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is the run that was never stopped; and what may change on the way."""
+"""A resumed run equals one that was never stopped; allowed changes are reported, others refused."""
 
 import shutil
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_resume_equals_uninterrupted_to_the_bit(tmp_path, halfway, uninterrupted
     assert_same_run(run, uninterrupted)
 
 
-def test_resume_with_other_gradient_bits_goes_on_and_says_that_it_is_not_exact(tmp_path, halfway, uninterrupted):
+def test_resume_with_other_gradient_bits_continues_and_says_that_it_is_not_exact(tmp_path, halfway, uninterrupted):
     run = resume(tmp_path, "wire.gradients=fixed:bits=10")
     assert run.returncode == 0, run.stderr
     assert "wire.gradients" in run.stdout + run.stderr
@@ -64,12 +64,12 @@ def test_resume_with_other_gradient_bits_goes_on_and_says_that_it_is_not_exact(t
 
 
 @pytest.mark.acceptance
-def test_resume_by_other_arithmetic_goes_on_and_every_stage_says_so(tmp_path, halfway):
+def test_resume_by_other_arithmetic_continues_and_every_stage_says_so(tmp_path, halfway):
     run = resume(tmp_path, "run.threads=2")
     assert run.returncode == 0, run.stderr
-    said = [line for line in run.stdout.splitlines() if " threads: 1 -> 2" in line]
-    assert sorted(line.partition(" (")[0] for line in said) == ["warning: stage 0", "warning: stage 1"]
-    assert all("no longer exact" in line for line in said)
+    warnings = [line for line in run.stdout.splitlines() if " threads: 1 -> 2" in line]
+    assert sorted(line.partition(" (")[0] for line in warnings) == ["warning: stage 0", "warning: stage 1"]
+    assert all("no longer exact" in line for line in warnings)
     assert len(run.losses) == 6
 
 
@@ -87,7 +87,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_the_snapshot_before_a_damaged_one_is_used_and_said_so(tmp_path, halfway, uninterrupted):
+def test_checkpoint_before_a_damaged_one_is_used_with_a_warning(tmp_path, halfway, uninterrupted):
     (damaged,) = (halfway / "snapshots" / "step-00000003").glob("stage-001*.safetensors")
     flip_a_bit(damaged)
     run = resume(tmp_path)

@@ -1,5 +1,4 @@
-"""Checkpoints of real runs: those written in the background equal those that training waits for; a full disk costs a
-checkpoint and nothing else."""
+"""Checkpoints of real runs: background writes equal those that training waits for; a full disk costs one checkpoint."""
 
 import os
 import re
@@ -19,7 +18,7 @@ from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 
 def config(**sections) -> dict:
-    """With AQ-SGD, whose state changes with every step and is part of checkpoints."""
+    """A run with AQ-SGD, whose state changes with every step and is part of checkpoints."""
     return tiny(
         run={"snapshot_every": 1, "keep_snapshots": 10} | sections.pop("run", {}),
         pipeline={"stages": 2},
@@ -29,7 +28,7 @@ def config(**sections) -> dict:
 
 
 def all_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """Of every snapshot, by step and name."""
+    """The tensors of every checkpoint, by step and name."""
     tensors = {}
     for step, folder in snapshot_folders(run.folder / "snapshots").items():
         reader = SnapshotReader(folder, read_manifest(folder).sha256)
@@ -64,7 +63,7 @@ def disk(tmp_path):
     folder = tmp_path / "runs" / "tiny"
 
     def resize(nbytes: int) -> None:
-        """When no more than that is in use, which changes as checkpoints come and go."""
+        """Resize the disk, as soon as no more than that is in use."""
         command = ["mount", "-o", f"remount,size={nbytes}", str(folder)]
         wait_until(lambda: subprocess.run(command, capture_output=True).returncode == 0, 30, "a disk of another size")
 

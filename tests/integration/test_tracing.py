@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the parts, the trace and the summary of a real run."""
+"""The time of a step in a real run: its parts, the trace and the summary."""
 
 import json
 from statistics import median
@@ -79,7 +79,7 @@ def test_traced_steps_have_spans_of_both_workers(run):
 
 
 def test_frames_are_decoded_after_they_were_encoded(run):
-    """By clocks that agree to within what they say: here 5 ms of delay each way, so some 5 ms at most."""
+    """Clocks agree within the error that they report: at most about 5 ms here, the delay in each direction."""
     picture = json.loads((run.folder / "trace" / "step-000003.json").read_text())
     error_us = 1e6 * sum(clock["error_s"] for clock in picture["otherData"]["clocks"])
     spans = [event for event in picture["traceEvents"] if event["ph"] == "X"]

@@ -1,4 +1,4 @@
-"""Both ends of a cut, without a wire: what is packed, what is refused."""
+"""Both ends of a cut, without a wire: packed, unchanged and refused tensors."""
 
 import itertools
 from collections.abc import Collection
@@ -53,7 +53,7 @@ def agreed(*tensors: torch.Tensor, without_gradient: Collection[int] = ()) -> li
 
 
 def deliver(sent: list[distributed.P2POp], received: list[distributed.P2POp], nbytes: int | None = None) -> None:
-    """What a wire does; `nbytes` of every message only, as gloo does with one that is shorter than its buffer."""
+    """Copy messages as a wire does; with `nbytes` only so much of each, as gloo does with a short message."""
     for source, target in zip(sent, received, strict=True):
         target.tensor.data[:nbytes].copy_(source.tensor[:nbytes])
 
@@ -97,7 +97,7 @@ def test_what_no_codec_takes_or_shortens_goes_as_it_is(tensor: torch.Tensor) -> 
 
 
 def packed(without_gradient: Collection[int], *tensors: torch.Tensor) -> list[bool]:
-    """Which go as messages, at the sender; the receiver is held to the same."""
+    """Which tensors the sender packs; asserts that the receiver expects the same."""
     slots = agreed(*tensors, without_gradient=without_gradient)
     sent = end(0).pack(sends(*tensors), THIRD, slots)
     received = end(1).expect(receives(*tensors), THIRD, slots)

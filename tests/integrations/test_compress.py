@@ -1,4 +1,4 @@
-"""What `compress` takes and what it refuses, in one line that says what to do."""
+"""The arguments that `compress` takes, and those that it refuses with advice in one line."""
 
 from collections.abc import Callable
 
@@ -107,7 +107,7 @@ def test_stages_without_a_method_that_is_overridden_are_refused() -> None:
 
 
 def test_all_that_is_overridden_is_named() -> None:
-    """So that a release of torch that renames one of them is refused, not misunderstood."""
+    """A release of torch that renames one of them is then refused."""
     own = {
         name for name in vars(CompressedStage) if not name.startswith("_") and callable(getattr(CompressedStage, name))
     }

@@ -1,4 +1,4 @@
-"""Lanes: what they hand over, in which order, and how errors in them surface."""
+"""The lanes' tensors, their order, and errors in their threads."""
 
 import threading
 from types import SimpleNamespace

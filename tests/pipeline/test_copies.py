@@ -126,7 +126,7 @@ def files(step):
 
 
 def assignment(*sources):
-    """Of stage 3: the newest checkpoint is after 10 steps, the base after 5."""
+    """The assignment of stage 3: the newest checkpoint is after 10 steps, the base after 5."""
     newest = {"snapshot": "snapshots/step-00000010", "snapshot_files": files(10), "start_step": 10}
     base = {"copied_snapshot": "snapshots/step-00000005", "copied_files": files(5), "copied_step": 5}
     rows = [[step, address, f"key of {address}"] for step, address in sources]

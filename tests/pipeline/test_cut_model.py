@@ -102,7 +102,7 @@ def test_gradients_too_small_for_fp16_cross_in_fp16():
 
 
 def engine_gradients(config: ClusterConfig, batches: BatchSource, wire: ProbedWire) -> dict[str, torch.Tensor]:
-    """Those of two stages in one thread: the upper one runs before the lower one's first backward."""
+    """The gradients of two stages in one thread: the upper one runs before the lower one's first backward."""
     training, model = config.training, PlainModel(config, cut=True)
     shape = StepShape(training.num_micro_batches, training.micro_batch, config.data.seq_len, 32)
     identity = CutIdentity(1, config.run.seed, 0)

@@ -1,4 +1,4 @@
-"""The update within the backward: what is left of gradients, and where it is refused."""
+"""The update within the backward: its results, and the configurations that refuse it."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def stage(training: TrainingConfig):
 
 
 def trained(training: TrainingConfig, schedule: str, batches: BatchSource) -> dict[str, torch.Tensor]:
-    """What a snapshot has after two steps of a stage under that schedule."""
+    """The tensors of a checkpoint after two steps of a stage under that schedule."""
     plan = StagePlan(
         stage=0,
         run=1,
@@ -109,7 +109,7 @@ def test_weights_and_states_are_those_of_an_update_after_the_backward(batches, s
 
 
 def test_a_gradient_that_comes_past_the_hooks_is_an_internal_error_and_takes_no_step():
-    """As a split backward, which leaves weight gradients for later, would have it."""
+    """A split backward, which computes weight gradients later, would cause it."""
     module, update = stage(TrainingConfig(**ALONE | {"qgalore": {"fused": True, "ends": "fp32"}}))
     head = module.canonical_parameters()["lm_head.weight"]
     before = head.detach().clone()

@@ -162,28 +162,6 @@ def test_lines_say_what_changed_and_why():
     ]
 
 
-AQSGD = {"wire.activations": "aqsgd"}
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "note"),
-    [
-        (AQSGD, {}, "the samples that AQ-SGD remembered are dropped"),
-        ({}, AQSGD, "AQ-SGD starts empty at every cut: it sends"),
-        (AQSGD, AQSGD | {"data.seq_len": 64}, "AQ-SGD starts empty at every cut: it sends"),
-        (
-            AQSGD | {"pipeline": {"stages": 2, "layers": [4, 4]}},
-            AQSGD | {"pipeline": {"stages": 4, "layers": [2, 2, 2, 2]}},
-            "AQ-SGD starts empty at the cuts before block 2, 6 (from 0): it sends",
-        ),
-    ],
-)
-def test_samples_that_aqsgd_forgets_are_reported(old, new, note):
-    (line,) = compare(old, new).notes
-    assert line.startswith(note)
-    assert line in compare(old, new).lines()
-
-
 def test_a_run_whose_codecs_follow_its_links_does_not_promise_the_same_bits():
     follow = {"wire": {"activations": "wf", "gradients": "eden", "follow": {"raise_after": 5}, "replay": None}}
     report = compare_configs(config() | follow, config() | follow)
@@ -232,7 +210,7 @@ AQSGD = {"wire.activations": "aqsgd", "pipeline.layers": [2, 2, 2, 2]}
         (AQSGD, {"wire.activations": "aqsgd:cache=none"}, "are dropped"),
     ],
 )
-def test_what_aqsgd_forgets_is_said(old, new, note):
+def test_samples_that_aqsgd_forgets_are_reported(old, new, note):
     lines = "\n".join(compare(old, new).lines())
     assert "AQ-SGD" in lines if note else "AQ-SGD" not in lines
     assert note is None or note in lines

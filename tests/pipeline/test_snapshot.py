@@ -1,4 +1,4 @@
-"""The files of checkpoints: written, published, pruned, read, and what is damaged, hostile or has no room."""
+"""The files of checkpoints: writing, publishing, pruning and reading, with damage, hostile content and full disks."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are passed over with a warning that names them, and none is passed over silently."""
+"""Every damaged checkpoint is skipped with a warning that names it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: the tensors of their moment, in order, in bounded memory."""
+"""Checkpoints written beside the training have the tensors of their step, in order, in bounded memory."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ from tahq.pipeline.spans import Stopwatch
 
 
 class Disk:
-    """Writes when it is let; keeps what was written, and in which thread."""
+    """Writes when allowed; records the writes and their threads."""
 
     def __init__(self):
         self.may_write = threading.Semaphore(0)

@@ -10,7 +10,7 @@ from tahq.pipeline.spans import Stopwatch
 
 
 class LateMarks:
-    """A device that has done what it was given `behind_s` after it was given it."""
+    """A device that finishes its work `behind_s` after it is queued."""
 
     behind_s = 5.0
 

@@ -1,4 +1,4 @@
-"""What a worker reports of a step, and tells of a traced one."""
+"""The report of a step, and the trace of a traced step."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def name(micro_batch, direction=FORWARD, step=4, purpose=Purpose.TRAIN):
 
 
 def stats(*pieces, frames=1, busy_s=1.0, sending_s=0.75):
-    """What was sent in step 4, and acknowledged."""
+    """A piece that was sent in step 4, and acknowledged."""
     nbytes = sum(piece.nbytes for piece in pieces if piece.id.step == 4)
     direction = pieces[0].id.direction if pieces else FORWARD
     return LinkStats(1, direction, frames, nbytes, nbytes + 100, 4 * nbytes, busy_s, sending_s, pieces)
@@ -46,7 +46,7 @@ def test_row_has_what_prepare_says(meter):
 
 @pytest.mark.parametrize("purpose", [Purpose.EVAL, Purpose.EVAL_RAW])
 def test_what_an_evaluation_sent_is_in_no_step(purpose):
-    """One second a piece, all queued at once: that of training waits two seconds for those of the evaluation."""
+    """All are queued at once, one second per piece: that of training waits two seconds for the evaluation's."""
     meter = StepMeter(Stopwatch(), 1, {1: 2}, lambda step: True, clock=lambda: 0.0)
     meter.begin(4)
     evaluation = [piece(n, 0.0, n + 1.0, step=3, purpose=purpose) for n in range(2)]

@@ -46,9 +46,9 @@ class Case:
     """One training.
 
     with_others: integers, a float that no codec makes shorter, and a mask of floats cross beside the activations.
-    is_subclass: stages have a class of their own. is_static: torch is told the shapes, and asks for none.
+    is_subclass: stages have the user's class. is_static: the shapes are given, so torch exchanges none.
     has_refused_steps: the first stage's rank gives each step too few samples first, which torch refuses.
-    micro_batches: into how many each step divides its batch; another number is another schedule's.
+    micro_batches: how many each step has; there is a schedule for each number.
     """
 
     schedule: str
@@ -159,7 +159,7 @@ class PlainTraining:
     def results(self) -> dict[str, Any]:
         """What `train` gives, of all stages."""
         is_evaluated_first, has_evaluation = self._case.is_evaluated_first, self._case.has_evaluation
-        # Beside a mask of floats no training has told from them, activations go as they are.
+        # before any training, activations cannot be told from a mask of floats and are sent unchanged
         evaluated = [self._evaluate(None, self._case.micro_batches[0])] if is_evaluated_first else []
         steps = []
         for step in range(STEPS):
@@ -234,7 +234,7 @@ def _stage(case: Case, number: int, group: distributed.ProcessGroup) -> pipelini
 
 
 def _shapes(case: Case, number: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What a user gives who tells torch of all tensors and which of them have gradients."""
+    """The arguments that describe all tensors, and which of them have gradients, to torch."""
     inputs, outputs = (), (torch.zeros(SHAPE, dtype=case.dtype),)
     for stage in range(number + 1):
         inputs, output = outputs, Piece(stage, case)(*outputs)
@@ -244,7 +244,7 @@ def _shapes(case: Case, number: int) -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 def _schedule(case: Case, stages: list[pipelining.PipelineStage], count: int) -> Any:
-    """Schedules for one stage take that, the others a list."""
+    """One stage for schedules of one stage, a list for the others."""
     return SCHEDULES[case.schedule](stages if case.schedule in TWO_CHUNKS else stages[0], count, loss_fn=loss_of)
 
 
@@ -259,7 +259,7 @@ def _run(call: Any, stages: Sequence[pipelining.PipelineStage], data: tuple[torc
 
 
 def disagree(group: distributed.ProcessGroup) -> str:
-    """What every rank is told when each has another codec."""
+    """The error of every rank when each has another codec."""
     rank = distributed.get_rank(group)
     stage = pipelining.PipelineStage(nn.Identity(), rank, 2, torch.device("cpu"), group=group)
     try:
