@@ -24,7 +24,15 @@ from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
-from tahq.memory.coat.fp8_groups import NUM_POWERS, as_groups, decode, encode, moment_format, power, stored_scales
+from tahq.memory.coat.fp8_groups import (
+    LARGEST_SCALE,
+    NUM_POWERS,
+    STEPS_PER_OCTAVE,
+    as_groups,
+    decode,
+    encode,
+    moment_format,
+)
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -136,12 +144,12 @@ def _through_de8(groups: torch.Tensor, expand: bool, is_signed: bool) -> torch.T
     middles = [top * (0.1 + 0.9 * (part + 0.5) / parts) for top, parts in cuts for part in range(parts)]
     table = torch.tensor([0.0, *middles[:-1], 1.0], dtype=torch.float64)
     sizes = groups.double().abs()
-    scales = stored_scales(groups.abs().amax(1)).double()[:, None]
+    scales = groups.abs().amax(1).clamp(max=LARGEST_SCALE).to(torch.bfloat16).double()[:, None]
     ratios = torch.where(scales > 0, sizes / scales, 0.0)
     k = torch.ones(len(groups), 1, dtype=torch.float64)
     if expand:
         smallest = torch.where(ratios > 0, ratios, torch.inf).amin(1)
-        exponents = torch.tensor([power(index) for index in range(NUM_POWERS)], dtype=torch.float64)
+        exponents = 2 ** (torch.arange(NUM_POWERS, dtype=torch.float64) / STEPS_PER_OCTAVE - 4)
         wanted = table[1].log() / smallest.clamp(max=1).log()  # ∞ at ratio 1
         usable = (torch.searchsorted(exponents, wanted, right=True) - 1).clamp(min=0)
         k = torch.where(smallest < ratios.amax(1), exponents[usable], 1.0)[:, None]

@@ -1,5 +1,6 @@
 """What the benchmarks of memory, optimizers and the runtime count, small and on the CPU."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -20,6 +21,11 @@ from tahq.observe.trace_file import FIRST_STAGE_PID
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = Size(hidden=192, inner=512, heads=3, batch=1, seq_len=64)
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("bench_*.py")))
+def test_benchmark_finds_what_it_imports(name):
+    importlib.import_module(name)
 
 
 @pytest.mark.parametrize(

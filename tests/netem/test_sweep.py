@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.sweeps import World, small
 
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, UserError
 from tahq_netem.sweep.points import by_network_kind, sweep_points
 from tahq_netem.sweep.report import draw_plots, plot_results, sweep_report
 from tahq_netem.sweep.results import ResultFile, read_results
@@ -180,6 +180,15 @@ def test_file_of_other_content_is_refused_and_left_alone(tmp_path, text):
     assert path.read_text() == text
     with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
         read_results(tmp_path / "none.jsonl")
+
+
+def test_result_or_table_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "results.jsonl"):
+        with pytest.raises(UserError, match="cannot write"):
+            ResultFile(path)
+        with pytest.raises(UserError, match="cannot write"):
+            plot_results([RESULTS / "two_stages.jsonl"], path)
 
 
 # -- tables and plots -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, UserError
 from tahq.units import write_duration
 from tahq_netem.sweep.points import NetworkChoice
 
@@ -24,9 +24,12 @@ class ResultFile:
     """The file while a sweep writes it; created with its folder if necessary."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            self._file = opened.enter_context(path.open("ab"))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = opened.enter_context(path.open("ab"))
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}") from error
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
