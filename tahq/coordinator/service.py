@@ -59,6 +59,8 @@ from tahq.errors import (
     brief,
 )
 
+FAILURES = frozenset({1, 2, 3, 4, 5, 130, 143})
+"""Exit statuses of a run that fails."""
 POLL_S = 0.1
 """Longest wait for a message, and so the longest that a signal or a dead child goes unnoticed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 5.0
@@ -409,7 +411,7 @@ class Coordinator:
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
             return
         self._seats.leave(seat.stage, self._ctx.clock(), position=seat.position)
-        self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
+        self._abort(failed.exit_status if failed.exit_status in FAILURES else 1, why)
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         seat = self._seats.find(identity)
@@ -434,8 +436,10 @@ class Coordinator:
     # -- the end ---------------------------------------------------------------------------------
 
     def _on_stop_request(self, seat: Seat, request: StopRequest) -> None:
-        if request.signal_number not in signal.valid_signals():
-            raise RemoteProtocolError(f"{seat.name} reported signal {request.signal_number}, which does not exist")
+        if request.signal_number not in (signal.SIGINT, signal.SIGTERM):
+            raise RemoteProtocolError(
+                f"{seat.name} reported signal {request.signal_number}; expected SIGINT or SIGTERM"
+            )
         self._stop(request.signal_number, seat.name)
 
     def _take_signals(self) -> None:

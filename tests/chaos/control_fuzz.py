@@ -273,6 +273,7 @@ def _status(said: list[Heard], folder: Path) -> int:
     )
     scene.when(lambda: server.is_dead, lambda: coordinator.worker_exited(_LOST, -9))
     status = scene.run()
+    assert status in (0, 1, 2, 3, 4, 5, 130, 143), f"exit status {status}"
     assert status == 0 or "tahq-launch: " in out.getvalue(), "the run ended without a message"
     for line in metrics.read_text().splitlines():
         json.loads(line)
