@@ -1,4 +1,4 @@
-"""Who is let in on the control channel under CURVE, and what everybody else is told; real sockets on loopback."""
+"""Which peers CURVE admits to the control channel, and what the others are told; real sockets on loopback."""
 
 import contextlib
 import logging
@@ -92,7 +92,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_member_is_heard_known_by_its_key_and_nobody_can_read_it(serving, connect):
+def test_member_is_heard_and_known_by_its_key_and_what_it_sends_cannot_be_read(serving, connect):
     proxy = BreakingProxy(serving.address)
     client = connect(proxy.address, Credentials(WORKER, COORDINATOR.public))
     exchange(client, 1)
@@ -134,7 +134,7 @@ def test_coordinator_without_curve_can_be_read_and_is_not_joined_by_a_worker_wit
     ],
     ids=["unknown key", "wrong key", "no CURVE"],
 )
-def test_whoever_is_no_member_is_told_in_seconds_and_no_byte_of_it_is_taken(
+def test_stranger_is_refused_in_seconds_and_nothing_that_it_sends_is_read(
     serving, connect, caplog, credentials, told, logged
 ):
     caplog.set_level(logging.WARNING, "tahq.comm")

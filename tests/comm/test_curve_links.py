@@ -1,4 +1,4 @@
-"""Links under CURVE: the neighbour of the plan and nobody else, also while this end has no plan yet."""
+"""Links under CURVE admit only the neighbour in the plan, even while this end has no plan yet."""
 
 import logging
 import threading

@@ -41,7 +41,7 @@ class Wire:
             session.receive(message.header, message.payload, self.now_s)
 
     def carry(self) -> None:
-        """Back and forth until nobody has anything to say."""
+        """Carry messages back and forth until neither end has any."""
         while (from_one := self.said_by(self.one)) or (from_two := self.said_by(self.two)):
             self.hear(self.two, from_one)
             if not from_one:

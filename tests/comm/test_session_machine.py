@@ -2,7 +2,7 @@
 message of each channel, is delivered once, in order and whole.
 
 A connection is a first-in first-out line of messages each way. TCP loses the end of what is on a line when it resets;
-a ROUTER drops whatever it is given while nobody is connected. So any stretch of a line may vanish.
+a ROUTER drops whatever it is given while no peer is connected. So any stretch of a line may vanish.
 """
 
 from collections import deque
@@ -121,7 +121,7 @@ class BreakingLink(RuleBasedStateMachine):
         """Leave when all that it waits for has come, as workers do."""
         has_all = all(self.heard[end, channel] == self.said[1 - end, channel] for channel in MESSAGES)
         if has_all and len(self.got[end]) == len(self.sent[1 - end]) and self.is_closing[1 - end] is False:
-            self.is_closing = [True, True]  # nobody sends any more
+            self.is_closing = [True, True]  # neither end sends any more
             self.ends[end].close(self.now_s)
 
     # What holds
@@ -140,7 +140,7 @@ class BreakingLink(RuleBasedStateMachine):
             assert self.ends[end].remote is not End.CONNECTING
 
     def teardown(self):
-        """Left alone, everything comes, and nothing stays on anybody's mind."""
+        """Left alone, everything arrives, and no state is left over."""
         if not hasattr(self, "ends"):
             return
         for _ in range(200):

@@ -20,7 +20,7 @@ SSH = b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(100)
 
 @contextlib.contextmanager
 def saying(greeting: bytes) -> Iterator[str]:
-    """The address of a program that says this to everybody, and hangs up."""
+    """The address of a program that sends this on each connection, and hangs up."""
     is_over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.05)
@@ -64,10 +64,10 @@ def test_what_is_no_zmq_socket_is_a_stranger_or_nobody(greeting, expected):
 @pytest.mark.parametrize(
     ("greeting", "error", "told"),
     [(SSH, RefusedError, "another program listens there"), (b"", PeerLostError, r"no answer within 2\.5 s")],
-    ids=["another program", "tunnel to nobody"],
+    ids=["another program", "tunnel to nothing"],
 )
 def test_worker_that_dials_the_wrong_port_is_told_what_is_there(greeting, error, told):
-    """A tunnel to nobody hangs up as a coordinator with another key does, but introduces itself as nothing."""
+    """A tunnel to nothing hangs up, as a coordinator with another key does, but sends no greeting."""
     keys = new_key_pair()
     timing = {"peer_timeout_s": 5.0, "heartbeat_s": 1.0, "connect_timeout_s": 2.5 if greeting == b"" else 15.0}
     with saying(greeting) as address:

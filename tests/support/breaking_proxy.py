@@ -32,7 +32,7 @@ class BreakingProxy:
         self._resets += 1
 
     def cut(self) -> None:
-        """Carry nothing and answer nobody, until `heal`; what comes meanwhile waits."""
+        """Carry nothing and answer nothing until `heal`; bytes that come meanwhile wait."""
         self._is_open.clear()
 
     def insert(self, data: bytes, towards: str) -> None:

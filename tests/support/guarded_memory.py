@@ -1,4 +1,4 @@
-"""Memory between two pages that nobody may touch: reading one byte before or behind it ends the process."""
+"""Memory between two inaccessible pages: reading one byte before or behind it ends the process."""
 
 import ctypes
 import mmap

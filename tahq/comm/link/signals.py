@@ -1,7 +1,7 @@
 """The session's own messages (HELLO, ACK, HEARTBEAT, RESEND, RESUME, BYE): contents, order and times.
 
 docs/dev/protocol.md says what they mean. An ACK tells when messages came, by the receiver's clock, from which the
-sender learns how long its bytes had the wire (`wire_time.py`), however slow the way back. These times are whole
+sender learns how long its bytes had the wire (`wire_time.py`), however slow the path back is. These times are whole
 microseconds since that clock began, so none is NaN, infinite or negative; they cannot be verified, and only statistics
 depend on them.
 """
