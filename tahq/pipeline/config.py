@@ -41,8 +41,8 @@ _REMOVED_OPTIMIZERS = {
 class TrainingConfig(Section):
     """How weights are trained. Exactly one of `steps` and `epochs` gives the length."""
 
-    steps: int | None = Field(default=None, ge=1)
-    epochs: float | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, ge=1, le=10**9)
+    epochs: float | None = Field(default=None, gt=0, le=10**6)
     global_batch: int = Field(default=32, ge=1)
     """Samples per optimizer step."""
     micro_batch: int = Field(default=4, ge=1)

@@ -262,7 +262,8 @@ class WorkerSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._numbers.append(number)
         if len(self._numbers) > 1 or self._control.step < 0 or self.grace_s is None:
-            raise InterruptedRunError(f"stage {self._control.stage} stopped by {signal.Signals(number).name}", number)
+            name = f"stage {self._control.stage}" if self._control.stage >= 0 else "worker without a stage"
+            raise InterruptedRunError(f"{name} stopped by {signal.Signals(number).name}", number)
         if number == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, self.grace_s)
 

@@ -78,7 +78,11 @@ def test_nothing_is_allocated(monkeypatch):
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("data.seq_len", "expected at most 16777216; got"), ("training.global_batch", "at most 65536 micro-batches")],
+    [
+        ("data.seq_len", "expected at most 16777216; got"),
+        ("training.steps", "expected at most 1000000000; got"),
+        ("training.global_batch", "at most 65536 micro-batches"),
+    ],
 )
 def test_impossible_sizes_are_refused(key, message):
     with pytest.raises(ConfigError, match=rf"{key}.* {message}"):
