@@ -76,7 +76,7 @@ def _on_wire(rate: float | None) -> float | None:
 
 
 class PlannedRun:
-    """A plan of a problem, by the name of who chose it, as a session of tahq.
+    """A plan of a problem, named after its origin, as a session of tahq.
 
     Raises:
         TahqError: on one host there is no network to measure.

@@ -44,7 +44,7 @@ def build_network(
     """Build a network and return it when it is up, after removing what killed runs left behind.
 
     `backend` replaces the configuration's; `option` names it in messages, and `advice` says there what to do where
-    namespaces cannot be made.
+    namespaces cannot be created.
 
     Raises:
         ConfigError: the description does not make sense.
@@ -102,7 +102,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What this kernel and this user can do. `parts` says of each of `PARTS` if it works; empty without namespaces."""
+    """What this kernel and this user can do. `parts`: whether each of `PARTS` works; empty without namespaces."""
 
     is_root: bool
     namespaces_obstacle: str | None
@@ -201,9 +201,7 @@ PARTS: Final[dict[str, Part]] = {
         "bridge",
     ),
     "htb": Part(_try_htb, "rates cannot be shaped by kernel or tun", "sch_htb"),
-    "u32": Part(
-        _try_u32, "backend kernel shapes hosts alone, no path of its own, and backend tun caps no pairs", "cls_u32"
-    ),
+    "u32": Part(_try_u32, "backend kernel cannot shape single paths, and backend tun cannot cap pairs", "cls_u32"),
     "netem": Part(
         _try_netem, "backend kernel shapes rates only; backend tun delays and loses packets in its place", "sch_netem"
     ),

@@ -71,7 +71,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The figures of a network, and the network that they are of."""
+    """The measured figures of a network, and its description."""
 
     figures: tuple[Figure, ...]
     congestion_controls: tuple[str, ...]
@@ -80,7 +80,7 @@ class Calibration:
     is_quick: bool
 
     def check(self) -> None:
-        """Raise NetworkError if a figure is off; names all that are."""
+        """Raise NetworkError if a figure is off; names all of them."""
         wrong = [figure.line() for figure in self.figures if not figure.is_within]
         if wrong:
             advice = "end what else runs on this machine and try again, or ask for less than it can imitate"
