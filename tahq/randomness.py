@@ -22,7 +22,7 @@ def derive_seed(*parts: int | str) -> int:
         An integer in [0, 2**64).
 
     Raises:
-        TypeError: a part is neither int nor str (bool included: it is no name).
+        TypeError: a part is neither int nor str (bools are refused too).
     """
     name = b"".join(map(_encode, parts))
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

@@ -60,7 +60,9 @@ def _stamp_of(module: str) -> str:
 def _files_of(module: str) -> frozenset[str]:
     """The files of a module and of those of tahq.quant and tahq.memory that it imports, directly or not."""
     path = str(sys.modules[module].__file__)
-    imported = re.findall(r"^from (tahq\.(?:quant|memory)\.[\w.]+) import", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
+    imported = re.findall(
+        r"^from (tahq\.(?:quant|memory)\.[\w.]+) import", Path(path).read_text(encoding="utf-8"), re.MULTILINE
+    )
     return frozenset([path]).union(*map(_files_of, imported))
 
 
