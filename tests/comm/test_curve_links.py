@@ -92,7 +92,7 @@ def test_peer_that_was_refused_comes_again(ends, make_id, monkeypatch):
             "refuses this worker's key",
             f"public key {STRANGER.public} is not one of the 1",
         ),
-        (UPPER, STRANGER.public, "hangs up in the handshake", "given another public key"),
+        (UPPER, STRANGER.public, "hangs up in the handshake", "another public key for this end"),
         (None, "", "without CURVE|one end uses CURVE", "rejected a connection"),
     ],
     ids=["unknown key", "wrong key", "no CURVE"],
