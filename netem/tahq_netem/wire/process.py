@@ -1,6 +1,6 @@
 """The wire's process, which moves frames between the hosts' TUN devices as a `Switch` decides; and its owner's end.
 
-They exchange pickled values over a socket pair. The owner sends the plan and the hosts' addresses, then one request at
+They exchange msgpack values over a socket pair. The owner sends the plan and the hosts' addresses, then one request at
 a time, (a method of `Switch` that takes the time, its arguments); each is answered with (result, error). The process
 ends with the connection or with its owner (a pidfd): a forked child of the owner may keep the connection open.
 """
@@ -16,9 +16,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, Final
+
+import msgpack
+from pydantic import TypeAdapter
 
 from tahq.errors import NetworkError, TahqError
 from tahq_netem.network.description import NetworkPlan
@@ -40,6 +44,19 @@ message of 1 MB at 1 Gbit/s, which takes 8.4 ms, loses 5 %.
 """
 FRAMES_AT_ONCE: Final = 64
 """Frames read from one host before the others get their turn."""
+
+
+def _send(connection: Connection, message: Sequence[Any]) -> None:
+    connection.send_bytes(msgpack.packb(message, default=asdict))
+
+
+def _receive(connection: Connection) -> Any:
+    """The next message: sequences, also as keys of dictionaries, are tuples; a plan is a dictionary."""
+    return msgpack.unpackb(connection.recv_bytes(), use_list=False, strict_map_key=False)
+
+
+def _plan_of(values: Any) -> NetworkPlan:
+    return TypeAdapter(NetworkPlan).validate_python(values)
 
 
 class WireControl:
@@ -64,9 +81,9 @@ class WireControl:
         # After a failure every exchange fails: the next answer could be that to an earlier message.
         if self._failure is None:
             try:
-                self._connection.send(message)
+                _send(self._connection, message)
                 if self._connection.poll(timeout_s):
-                    return self._connection.recv()
+                    return _receive(self._connection)
                 self._failure = f"did not answer within {timeout_s:g} s"
             except EOFError:
                 self._failure = "has ended (see its output on stderr)"
@@ -123,8 +140,8 @@ class _Wire:
     def __init__(self, control: Connection, owner: int, devices: Sequence[int]) -> None:
         self._control = control
         self._devices = devices
-        plan, addresses = control.recv()
-        self._switch = Switch(plan, addresses, self._deliver)
+        plan, addresses = _receive(control)
+        self._switch = Switch(_plan_of(plan), addresses, self._deliver)
         self._is_running = True
         self._actions: dict[int, Callable[[], None]] = {
             device: functools.partial(self._receive, host, device) for host, device in enumerate(devices)
@@ -161,18 +178,20 @@ class _Wire:
 
     def _serve(self) -> None:
         try:
-            name, *arguments = self._control.recv()
+            name, *arguments = _receive(self._control)
         except (EOFError, OSError):
             self._stop()
             return
         try:
+            if name == "set_plan":
+                arguments = [_plan_of(*arguments)]
             self._answer(getattr(self._switch, name)(monotonic(), *arguments))
         except (TahqError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._answer(None, f"{type(error).__name__}: {error}")
 
     def _answer(self, result: Any, error: str | None = None) -> None:
         with suppress(OSError):  # that the owner is gone is noticed by the next read
-            self._control.send((result, error))
+            _send(self._control, (result, error))
 
     def _stop(self) -> None:
         self._is_running = False
