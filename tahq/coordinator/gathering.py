@@ -95,7 +95,7 @@ def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
     ]
     if hello.arithmetic_changes:
         changes = "; ".join(hello.arithmetic_changes)
-        lines.append(f"{seat.name}: the continuation is no longer bit-exact: {changes}")
+        lines.append(f"{seat.name}: the continuation is no longer exact: {changes}")
     return lines
 
 

@@ -181,7 +181,7 @@ def test_worker_that_makes_the_run_inexact_is_warned_about_but_allowed(scene):
     assert scene.observer.of("warned")[:2] == [
         "stage 1 has torch 2.6.0, stage 0 (host0, pid 100) has 2.13.0: a run is bit-exact only with the same "
         "version everywhere",
-        f"{STAGE_1}: the continuation is no longer bit-exact: device: A -> B; threads: 1 -> 2",
+        f"{STAGE_1}: the continuation is no longer exact: device: A -> B; threads: 1 -> 2",
     ]
 
 

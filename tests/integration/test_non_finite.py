@@ -30,7 +30,8 @@ connect, take = Stage.__init__, LowRankWeight.take
 
 def disturb_parameter(stage, plan, modules, *arguments, **options):
     connect(stage, plan, modules, *arguments, **options)
-    weight = next(iter(modules[plan.stage].parameters()))
+    # A norm's: COAT's linear layers accumulate their gradients without autograd's hooks.
+    weight = next(weight for weight in modules[plan.stage].parameters() if weight.dim() == 1)
     weight.register_hook(nan_at({DISTURBED - 1} * plan.training.num_micro_batches + 1))
 
 disturbed = nan_at(MICRO_BATCH)
