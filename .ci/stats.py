@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 56_574,
-    "modules there": 370,
-    "lines of benchmarks": 5_999,
-    "lines of tests": 44_912,
-    "modules with one importer, in the same folder": 47,
-    "modules in the largest folder": 17,
+    "lines of tahq, launch and netem": 53_400,
+    "modules there": 302,
+    "lines of benchmarks": 5_950,
+    "lines of tests": 38_700,
+    "modules with one importer, in the same folder": 16,
+    "modules in the largest folder": 14,
     "files that one activation crosses, without the codec's kernels": 15,
 }
 
