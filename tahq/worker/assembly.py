@@ -54,6 +54,8 @@ def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> Mo
 def compute_device(config: ClusterConfig, stage: int, override: str | None) -> torch.device:
     """Where a stage computes: the command line, its host's entry, `run.device`; `auto` takes CUDA if there is any.
 
+    A GPU becomes this thread's current one; otherwise pinning memory would open a context on the first GPU as well.
+
     Raises:
         ConfigError: a device that this machine does not have.
     """
@@ -62,10 +64,13 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     if name == "auto":
         name = f"cuda:{stage % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"stage {stage}: device {name!r} cannot be used here: {reason}") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:

@@ -1,10 +1,12 @@
 """Whole runs on CUDA: bf16 autocast over fp32 master weights, codecs on device tensors, moves between devices."""
 
 import math
+import re
+import subprocess
 
 import pytest
 import torch
-from support.runs import launch, tiny
+from support.runs import launch, start, tiny, write_config
 
 pytestmark = [pytest.mark.gpu]
 
@@ -58,7 +60,32 @@ def test_a_run_moves_from_cuda_to_the_cpu(tmp_path):
     assert moved.losses[-1] < moved.losses[0]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+
+
+@two_devices
+def test_a_worker_uses_no_device_but_its_own(tmp_path):
+    """A context on another's GPU costs half a gigabyte there, and seconds in the first step."""
+    config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto", "snapshot_every": 5}}, steps=60)
+    used: set[tuple[str, str]] = set()
+    run = start(tmp_path, "tahq-launch", str(write_config(tmp_path, config)))
+    while run.poll() is None:
+        used |= _contexts()
+    text = "".join(run.communicate())
+    assert run.returncode == 0, text
+    workers = re.findall(r"pid (\d+), cuda:", text)
+    assert len(workers) == 2, text
+    assert sorted(pid for pid, _ in used if pid in workers) == sorted(workers), used
+
+
+def _contexts() -> set[tuple[str, str]]:
+    """The process id and device of every CUDA context on this machine."""
+    command = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {(pid, device) for pid, device in (row.split(", ") for row in rows)}
+
+
+@two_devices
 def test_nccl_between_devices_gives_what_zmq_gives_to_the_bit(tmp_path):
     config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto"}}, steps=5)
     losses = {}

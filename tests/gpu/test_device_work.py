@@ -43,7 +43,7 @@ def test_queued_work_is_timed_by_the_device_and_not_waited_for(stopwatch):
     took_s = time.monotonic() - begin_s
     total_s = stopwatch.take()["forward"]
     assert queued_s < 0.5 * total_s
-    assert total_s == pytest.approx(took_s, rel=0.1)
+    assert 0.7 * took_s < total_s < 1.02 * took_s
 
 
 def test_spans_of_the_device_lie_where_the_host_saw_them(stopwatch):
