@@ -84,7 +84,6 @@ def _router() -> Iterator[tuple[zmq.Socket[bytes], Gate]]:
         router = context.socket(zmq.ROUTER)
         gate = Gate(router, None, where="data port")
         yield router, gate
-        gate.close()
     finally:
         context.destroy(linger=0)
         log.setLevel(level)

@@ -1,5 +1,8 @@
 """Links whose peer is another process: real sockets, frames from the log, and a past that is not believed."""
 
+import socket
+import time
+
 import pytest
 
 from tahq.comm.link.frame import Direction, Frame, Purpose
@@ -136,3 +139,21 @@ def test_peer_that_leaves_without_a_word_is_waited_for_and_one_that_says_goodbye
     successor.close()
     with pytest.raises(PeerLostError, match="the peer has closed it"):
         mine.recv(SOON_S)
+
+
+def test_other_links_go_on_while_a_lost_peer_is_dialled_and_given_up(make_endpoint, make_frame):
+    """ZMQ's thread serves all connections: it must not wait for events of a connection that is closed meanwhile."""
+    neighbour, survivor = make_endpoint(0, connections=8), make_endpoint(1, connections=8)
+    mine = survivor.open_link(0, 0, "left", neighbour.address)
+    theirs = neighbour.open_link(0, 1, "survivor", "")
+    neighbour.wait_connected(SOON_S)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = f"127.0.0.1:{server.getsockname()[1]}"
+    survivor.open_link(1, 2, "right", gone)
+    for number in range(1, 41):
+        time.sleep(0.045 + 0.0005 * (number % 10))  # ZMQ dials again after 0.05 s
+        survivor.relink(1, 1 + number, "right", gone, Wanted())
+        frame = make_frame(8, step=number)
+        theirs.expect(frame.id, 8)
+        mine.send(frame)
+        assert same(theirs.recv(SOON_S), frame)

@@ -87,15 +87,15 @@ class ControlServer:
         self._is_closed = False
         self._context: zmq.Context[Socket] = zmq.Context()
         router = open_router(self._context, self._limits.peer_timeout_s)
-        self._gate = Gate(router, keys, allowed, where="coordinator", clock=clock)
+        gate = Gate(router, keys, allowed, where="coordinator", clock=clock)
         try:
             self.address = advertised_address(bind, bind_router(router, bind, "coordinator"), advertise)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        reception = Reception(router, self._gate, {CONTROL_LINK: self._welcome}, self.address, clock)
+        reception = Reception(router, gate, {CONTROL_LINK: self._welcome}, self.address, clock)
         self._loop = EndpointLoop(reception, Shaping(), clock=clock)
-        self.take_refused = self._gate.take_refused
+        self.take_refused = gate.take_refused
         """Log lines about keys that were refused since the last call."""
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
@@ -143,7 +143,6 @@ class ControlServer:
         while not self._loop.is_idle and self._clock() < deadline_s:
             self._loop.wait(deadline_s)
             self._loop.step()
-        self._gate.close()
         self._loop.release()
         self._context.destroy(linger=0)
 

@@ -204,12 +204,6 @@ class Gate:
         for event in self._monitor.take():
             self._note(event)
 
-    def close(self) -> None:
-        """Let no more peers in; before the ROUTER's context ends."""
-        self._monitor.close()
-        if self._requests is not None:
-            self._requests.close(linger=0)
-
     # Answers to ZMQ
 
     def _answer_all(self, requests: Socket) -> None:

@@ -39,10 +39,15 @@ class SocketEvent(NamedTuple):
 
 
 class Monitor:
-    """The events of one socket, from before it binds or connects; used by the thread that owns the socket."""
+    """The events of one socket, from before it binds or connects; used by the thread that owns the socket.
+
+    ZMQ's own thread, which serves all connections of a context, waits until each event is taken. So a socket must
+    stop reporting before the one that takes its events is closed.
+    """
 
     def __init__(self, socket: Socket, *kinds: int) -> None:
         name = f"inproc://tahq-monitor-{os.urandom(8).hex()}"
+        self._watched = socket
         socket.monitor(name, sum(kinds))
         self.socket: Socket = socket.context.socket(zmq.PAIR)
         # Without a limit: else ZMQ's own thread would wait for room, and with it all connections.
@@ -56,7 +61,8 @@ class Monitor:
             yield SocketEvent(*_EVENT.unpack(head.bytes[: _EVENT.size]))
 
     def close(self) -> None:
-        """Take no more events; safe to call twice."""
+        """Take no more events; before the watched socket is closed."""
+        self._watched.disable_monitor()
         self.socket.close(linger=0)
 
 

@@ -143,9 +143,11 @@ class WaitSet:
     def close(self, linger_ms: int) -> None:
         """Close the sockets; a second time does nothing."""
         self._epoll.close()
-        for socket in self._handlers:
-            if not isinstance(socket, int):
-                socket.close(linger=linger_ms)
+        sockets = [socket for socket in self._handlers if not isinstance(socket, int) and not socket.closed]
+        for socket in sockets:
+            socket.disable_monitor()  # ZMQ's thread would wait for ever until an event that it reports is taken
+        for socket in sockets:
+            socket.close(linger=linger_ms)
 
 
 class Inbox(Generic[Item]):
