@@ -103,7 +103,7 @@ def run_variant(variant: str, size: str, steps: int, device: torch.device) -> No
         weight_decay=0.0,
         optimizer=keys["optimizer"],
         # the whole model is cast to bf16, embedding and head included: they are ordinary parameters here
-        qgalore={**keys["qgalore"], "fused": True, "svd": "randomised", "ends": "fp32"},
+        qgalore={**keys["qgalore"], "fused": True, "ends": "fp32"},
     )
     spec = load_spec(MODELS[size], vocab_size=VOCAB, seq_len=SEQ_LEN)
     settings = low_rank_settings(training, 0)

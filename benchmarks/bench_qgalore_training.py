@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def training_of(variant: str, options: argparse.Namespace) -> TrainingConfig:
     keys = VARIANTS[variant]
     lr = options.lr if variant == "adamw" else options.low_rank_lr
-    low_rank = {"gap": max(1, options.steps // 50), "svd": "randomised", **keys.get("qgalore", {})}
+    low_rank = {"gap": max(1, options.steps // 50), **keys.get("qgalore", {})}
     return TrainingConfig(
         steps=options.steps,
         global_batch=options.batch,

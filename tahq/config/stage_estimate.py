@@ -75,6 +75,7 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(training, config.run.seed),
         splits_backward=any(action.kind is ActionKind.I for action in row),
+        is_fused=training.is_fused,
     )
 
 

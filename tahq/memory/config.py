@@ -80,7 +80,8 @@ class QGaLoreConfig(Section):
     """Type of embedding and head, which are not projected; None: see `low_rank_settings` in `pipeline/optimizer.py`."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Of updated int8 weights, and of ends in bf16."""
-    svd: Literal["exact", "randomised"] = "exact"
+    svd: Literal["exact", "randomised"] = "randomised"
+    """How a subspace is found; `exact` is the papers', and takes minutes for the matrices of 7B models."""
     fused: bool = False
     """Update each weight within the backward pass."""
 

@@ -44,6 +44,7 @@ class StepNumbers:
     low_rank: LowRankSettings | None = None
     splits_backward: bool = False  # Whether gradients of weights are computed separately from those of inputs
     put_off: int = 0  # Micro-batches in flight that only lack gradients of weights
+    is_fused: bool = False  # Whether each weight is updated within the backward, and its gradient freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, and their optimizer states; `low_rank_bytes` for
-      low-rank weights; counted as weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies
-      are not shared: those of one block, and one of the head per micro-batch in flight (one in all with split
-      backwards);
+      low-rank weights; of gradients only the largest where the update is fused; counted as weights, the FP8 codes and
+      autocast's copies of matrices. With checkpointing copies are not shared: those of one block, and one of the head
+      per micro-batch in flight (one in all with split backwards);
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
     more;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a received gradient (not the last) and
@@ -97,16 +98,17 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       block and its gradient, and with the logits the head's.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
-    low_rank = low_rank_bytes((each.shape, each.settings) for each in covered.values())
-    weights = _FP32 * sum(map(math.prod, ordinary.values()))
+    low_rank = [low_rank_bytes(each.shape, each.settings) for each in covered.values()]
+    weights = [_FP32 * math.prod(shape) for shape in ordinary.values()]
+    gradients = [0, *weights, *(each.gradient for each in low_rank)]
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
     deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     copies = codes + _copies(spec, blocks, numbers)
     return StageMemory(
-        weights=weights + copies + low_rank.weights,
-        gradients=weights + low_rank.gradients,
-        optimizer=numbers.optimizer_nbytes(ordinary.values()) + low_rank.states,
+        weights=sum(weights) + copies + sum(each.weight for each in low_rank),
+        gradients=max(gradients) if numbers.is_fused else sum(gradients),
+        optimizer=numbers.optimizer_nbytes(ordinary.values()) + sum(each.states for each in low_rank),
         activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
         workspace=_workspace(spec, blocks, numbers, covered),

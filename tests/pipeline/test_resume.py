@@ -86,7 +86,7 @@ INEXACT = [
     ({"training.optimizer": "fp8_adamw"}, {"training.betas": (0.8, 0.9), "training.epsilon": 1e-6}),
     ({"training.optimizer": "galore"}, {"training.betas": (0.8, 0.9)}),
     ({"training.optimizer": "qgalore"}, {"training.qgalore": {"gap": 7}}),
-    ({"training.optimizer": "qgalore"}, {"training.qgalore": {"svd": "randomised"}}),
+    ({"training.optimizer": "qgalore"}, {"training.qgalore": {"svd": "exact"}}),
     ({"training.optimizer": "adamw8bit"}, {"training.betas": (0.8, 0.9)}),
     {"training.weight_decay": 0.0},
     ({"training.optimizer": "ema_sgd"}, {"training.momentum": 0.5}),

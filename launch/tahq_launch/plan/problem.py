@@ -148,6 +148,7 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
         frame_nbytes=0,
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(config.training, config.run.seed),
+        is_fused=config.training.is_fused,
     )
     memory = stage_memory(spec, blocks, numbers)
     return float(memory.weights + memory.gradients + memory.optimizer)

@@ -9,7 +9,6 @@ Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `at
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -225,25 +224,20 @@ def divided_parameters(
 
 
 class LowRankBytes(NamedTuple):
-    """Bytes of covered weights by kind; gradients include the bases that a step with a search keeps until COMMIT."""
+    """Bytes of a covered weight; `gradient` includes the basis that a step with a search keeps until COMMIT."""
 
-    weights: int = 0
-    gradients: int = 0
-    states: int = 0
-
-
-def low_rank_bytes(weights: Iterable[tuple[tuple[int, int], LowRankSettings]]) -> LowRankBytes:
-    """Bytes of covered weights with these shapes and settings, counted without allocating."""
-    kinds = [_weight_bytes(shape, settings) for shape, settings in weights]
-    return LowRankBytes(*map(sum, zip(*kinds, strict=True)))
+    weight: int
+    gradient: int
+    states: int
 
 
-def _weight_bytes(shape: tuple[int, int], settings: LowRankSettings) -> tuple[int, int, int]:
+def low_rank_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRankBytes:
+    """Bytes of a covered weight, counted without allocating."""
     rank, smaller = rank_of(shape, settings.rank), min(shape)
     low = low_rank_shape(shape, rank)
     projection = _nbytes((rank, smaller), settings.projections) if rank < smaller else 0
     states = states_nbytes(settings.moment_states(low)) + projection
-    return _nbytes(shape, settings.weights), 4 * math.prod(low) + projection, states
+    return LowRankBytes(_nbytes(shape, settings.weights), 4 * math.prod(low) + projection, states)
 
 
 def _nbytes(shape: tuple[int, int], kind: str) -> int:
