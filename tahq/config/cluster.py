@@ -161,7 +161,7 @@ class ClusterConfig(Section):
             )
         depths, chunks = pipeline.depths, pipeline.chunks
         try:
-            generate(pipeline.schedule, pipeline.stages, count, depths=depths, chunks_per_stage=chunks)
+            generate(pipeline.first_schedule, pipeline.stages, count, depths=depths, chunks_per_stage=chunks)
         except ScheduleError as error:
             raise ValueError(f"pipeline.in_flight: {error}") from error
 

@@ -11,6 +11,7 @@ from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
 from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator.schedule_choice import Choose, ScheduleChoice
 from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
 from tahq.errors import brief
 from tahq.pipeline.config import TrainingConfig
@@ -70,6 +71,10 @@ class CoordinatorOptions:
     """How to continue the run, for messages: `tahq-launch cluster.yaml --resume`."""
     codecs: CodecOptions = field(default_factory=CodecOptions)
     """The links' codecs, and the rules that change them."""
+    schedule: ScheduleChoice = field(default_factory=lambda: ScheduleChoice("1f1b"))
+    """What a run begins with."""
+    choose_schedule: Choose | None = None
+    """Finds another schedule during the run; None: it stays."""
     next_sample: int | None = None
     """Number of the sample that `start_step` begins with; None: taken from the workers' HELLO."""
     is_measuring: bool = False

@@ -87,6 +87,8 @@ class LinkRecord:
     """While there was nothing to send."""
     codec: str = ""
     relative_error: float | None = None
+    round_trip_s: float = 0.0
+    """The shortest so far, of a heartbeat and its answer; 0: unknown."""
 
     @property
     def queued_s(self) -> float:
@@ -200,6 +202,8 @@ class StepRecord:
     links: Sequence[LinkRecord] = ()
     codec_changes: Sequence[CodecChange] = ()
     """Decided with this step; they hold from the next step on."""
+    schedule_change: str = ""
+    """Another schedule, or other depths, from the next step on, and why; empty: no change."""
     lr: float = 0.0
     """The learning rate that the step was taken with; a skipped step used none."""
 

@@ -17,7 +17,6 @@ from tahq.comm.control.messages import (
     Rejoin,
     Relinked,
     StandBy,
-    Start,
     StartOver,
     Widen,
 )
@@ -336,7 +335,7 @@ class Seating:
 
     def start(self, seat: Seat) -> None:
         """Start a stage that came back."""
-        self._ctx.send(seat, Start(seat.origin.step, [list(row) for row in seat.origin.codecs]))
+        self._ctx.send(seat, seat.origin.start)
         self._note_position(seat)
 
     def recomputed(self, seat: Seat) -> None:

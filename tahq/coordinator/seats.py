@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from tahq.comm.control.messages import Hello, Join, Prepare, Snapshotted
+from tahq.comm.control.messages import Hello, Join, Prepare, Snapshotted, Start
+from tahq.coordinator.schedule_choice import ScheduleChoice
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 
@@ -59,14 +60,21 @@ class RestorePoint:
     """A checkpoint at which a lost stage can begin again, or the beginning of the run (`snapshot` is "").
 
     `snapshot` is its folder relative to the run's, `files` its hashes by name; `codecs` are START's rows for this step,
-    `saved_codecs` the codecs' state in the checkpoint.
+    `schedule` is what is in force in it, `saved_codecs` the state of both in the checkpoint.
     """
 
     step: int
     snapshot: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     codecs: Sequence[Sequence[int]] = ()
+    schedule: ScheduleChoice | None = None
     saved_codecs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def start(self) -> Start:
+        """What a stage that begins here is told."""
+        name, depths = self.schedule or ("", ())
+        return Start(self.step, [list(row) for row in self.codecs], name, list(depths))
 
     def file_of(self, stage: int) -> str:
         """The name of a stage's file; empty if there is none."""

@@ -34,7 +34,6 @@ from tahq.comm.control.messages import (
     Rejoin,
     Relinked,
     Snapshotted,
-    Start,
     StopRequest,
     Traced,
 )
@@ -343,8 +342,7 @@ class Coordinator:
             self._seating.start(seat)
         elif not self._seats.before(SeatPhase.READY):
             self._training.begin()
-            base = self._run.base
-            self._ctx.broadcast(Start(base.step, [list(row) for row in base.codecs]))
+            self._ctx.broadcast(self._run.base.start)
         self._training.settle_copies()
 
     def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:

@@ -148,8 +148,8 @@ def _is_finite(prepare: Prepare) -> bool:
 
 BACKWARD = ("backward", "input_gradient", "weight_gradient")
 WAIT, BESIDE = "wait:", "beside:"
-NUM_COUNTS, ROW_LENGTH = 6, 9
-"""Of a row of `Prepare.links`: link, direction, frames, payload bytes, wire bytes, elements; and three times."""
+NUM_COUNTS, ROW_LENGTH = 6, 10
+"""Of a row of `Prepare.links`: link, direction, frames, payload bytes, wire bytes, elements; and four times."""
 _MAX_NUMBER = 2.0**53
 """fp64 holds integers up to here exactly; and infinity could not be printed."""
 
@@ -242,10 +242,11 @@ def _link_records(prepare: Prepare, num_stages: int, last_link: int, step_time_s
             raise RemoteProtocolError(
                 f"stage {prepare.stage} reported impossible traffic: {list(row)[:ROW_LENGTH]}"
             ) from None
-        busy_s, sending_s, wire_s = row[NUM_COUNTS:]
+        busy_s, sending_s, wire_s, round_trip_s = row[NUM_COUNTS:]
         ends, counts = (link, prepare.stage, receiver, traffic), (frames, payload, wire, elements)
         idle_s, error = max(0.0, step_time_s - busy_s), errors.get((row[0], row[1]))
-        records.append(LinkRecord(*ends, *counts, busy_s, sending_s, wire_s, idle_s, relative_error=error))
+        times_s = busy_s, sending_s, wire_s, idle_s
+        records.append(LinkRecord(*ends, *counts, *times_s, relative_error=error, round_trip_s=round_trip_s))
     return records
 
 

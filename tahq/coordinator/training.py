@@ -22,6 +22,7 @@ from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
+from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage
 from tahq.coordinator.seats import RestorePoint, Seat
 from tahq.coordinator.steps import TraceCollector, check_prepare, decide, is_repeated, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError, UserError
@@ -89,10 +90,14 @@ class Training:
         evaluations = journal.evaluations()
         for step in journal.steps():
             self._is_continued = True
+            change = ""
+            if step.commit.schedule:
+                self._schedule.present = ScheduleChoice(step.commit.schedule, tuple(step.commit.depths))
+                change = str(self._schedule.present)
             record = self._record(step.commit, step.prepares, step.step_time_s)
             changes, _ = self._codecs.decide(record)
             run.decide(step.commit, step.prepares, self._point_after(step.commit), ctx.clock())
-            ctx.observer.step_committed(replace(record, codec_changes=changes))
+            ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=change))
             if step.commit.step in evaluations:
                 self._take_evaluation(evaluations[step.commit.step])
         newest = journal.facts.newest
@@ -111,9 +116,14 @@ class Training:
         """Begin with the state of the links' codecs that the checkpoint keeps."""
         options, run = self._ctx.options, self._run
         num_links = options.num_stages * options.chunks_per_stage - 1
-        self._codecs = LinkCodecs(replace(options.codecs, saved=point.saved_codecs), num_links, point.step)
+        saved = {key: value for key, value in point.saved_codecs.items() if key != SAVED}
+        self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
+        memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
+        self._schedule = ScheduleChanges(
+            options.choose_schedule, options.schedule, point.saved_codecs, self._executor, memory
+        )
         self._traces = TraceCollector([seat.name for seat in self._seats])
-        run.newest = run.base = replace(point, codecs=self._codecs.start_rows())
+        run.newest = run.base = replace(point, codecs=self._codecs.start_rows(), schedule=self._schedule.told)
         for seat in self._seats:
             seat.origin = run.base
         run.step_began_s = self._ctx.clock()
@@ -166,6 +176,10 @@ class Training:
         record = self._record(commit, prepares, now_s - began_s)
         changes, rows = self._codecs.decide(record)
         commit = replace(commit, codecs=rows, complete_snapshot=run.base.step if run.base.snapshot else 0)
+        schedule_change = self._schedule.decide(record)
+        if schedule_change:
+            name, depths = self._schedule.present
+            commit = replace(commit, schedule=name, depths=list(depths))
         reached(fault_points.COMMIT_DECIDED, step=commit.step)
         ctx.journal.decided(commit, prepares, record.step_time_s)
         reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
@@ -175,12 +189,17 @@ class Training:
             reached(fault_points.COMMIT_SENT, step=commit.step)
         self._traces.committed(commit.step, began_s, now_s)
         run.decide(commit, prepares, self._point_after(commit), now_s)
-        ctx.observer.step_committed(replace(record, codec_changes=changes))
+        ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
 
     def _point_after(self, commit: Commit) -> RestorePoint:
-        return RestorePoint(commit.step + 1, codecs=self._codecs.start_rows(), saved_codecs=self._codecs.saved())
+        return RestorePoint(
+            commit.step + 1,
+            codecs=self._codecs.start_rows(),
+            schedule=self._schedule.told,
+            saved_codecs=self._codecs.saved() | self._schedule.saved(),
+        )
 
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options

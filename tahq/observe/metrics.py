@@ -110,6 +110,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "links": [_link_object(link) for link in record.links],
         "stages": [_stage_object(stage) for stage in record.stages],
         "codec_changes": [asdict(change) for change in record.codec_changes],
+        "schedule_change": record.schedule_change,
     }
     return {name: _strict(value) for name, value in values.items()}
 
@@ -128,7 +129,7 @@ def _link_object(link: LinkRecord) -> dict[str, Any]:
     names = (
         *("frames", "payload_bytes", "wire_bytes", "elements"),
         *("busy_s", "sending_s", "queued_s", "idle_s", "wire_s"),
-        *("bits_per_element", "goodput_bits_per_s", "codec", "relative_error"),
+        *("bits_per_element", "goodput_bits_per_s", "codec", "relative_error", "round_trip_s"),
     )
     ends = {"link": link.link, "from": link.sender, "to": link.receiver, "direction": link.direction}
     return ends | {name: getattr(link, name) for name in names}

@@ -100,6 +100,7 @@ def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:
         receiver=_whole(row, "to", most=num_stages - 1),
         direction=row["direction"],
         codec=str(row.get("codec", "")),
+        round_trip_s=_seconds(row.get("round_trip_s", 0.0), "round_trip_s"),
         **counts,
         **seconds,
     )

@@ -159,9 +159,11 @@ class Announcer(RunObserver):
             self.announce(f"checkpoint after step {record.step}: {format_size(record.nbytes)}")
 
     def step_committed(self, record: StepRecord) -> None:
-        """Announce the codecs that change with a step."""
+        """Announce the codecs that change with a step, and the schedule."""
         for change in record.codec_changes:
             self.announce(f"after step {record.step}: {change}")
+        if record.schedule_change:
+            self.announce(f"after step {record.step}: schedule {record.schedule_change}")
 
     def warned(self, text: str) -> None:
         """Announce a warning."""

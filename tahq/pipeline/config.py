@@ -145,10 +145,12 @@ class PipelineConfig(Section):
     """How the model is divided, and in which order its parts are computed."""
 
     stages: int = Field(default=4, ge=1, le=256)
-    schedule: Literal["gpipe", "1f1b", "zero-bubble", "interleaved"] = "1f1b"
+    schedule: Literal["auto", "gpipe", "1f1b", "zero-bubble", "interleaved"] = "auto"
+    """`auto` begins with 1F1B and changes schedule and depths, where `in_flight` leaves them open, between steps."""
     in_flight: Depth | list[Depth] | None = None
     """Micro-batches that a stage may hold at once, one number or a list by stage; under `interleaved`, pairs of a
-    chunk and a micro-batch. None: the schedule's default, which hides no latency."""
+    chunk and a micro-batch. None: under `auto` what makes steps shortest and fits the memory, else the schedule's
+    default, which hides no latency."""
     chunks: int = Field(default=1, ge=1, le=16)
     """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
     layers: list[Annotated[int, Field(ge=1)]] | None = None
@@ -173,10 +175,16 @@ class PipelineConfig(Section):
         return self.stages * self.chunks
 
     @property
+    def first_schedule(self) -> str:
+        """The schedule that a run begins with."""
+        return "1f1b" if self.schedule == "auto" else self.schedule
+
+    @property
     def depths(self) -> list[int] | None:
         """`in_flight` as a list by stage; None: the schedule's default."""
         return [self.in_flight] * self.stages if isinstance(self.in_flight, int) else self.in_flight
 
     def actions(self, num_micro_batches: int) -> Schedule:
         """The schedule of a step with this many micro-batches; ScheduleError: unsuitable depths."""
-        return generate(self.schedule, self.stages, num_micro_batches, depths=self.depths, chunks_per_stage=self.chunks)
+        depths, chunks = self.depths, self.chunks
+        return generate(self.first_schedule, self.stages, num_micro_batches, depths=depths, chunks_per_stage=chunks)

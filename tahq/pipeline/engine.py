@@ -144,6 +144,11 @@ class StageEngine:
 
     def __post_init__(self) -> None:
         self._step = _Step(0)
+        self.follow(self.actions)
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Compute the following steps by this row of a schedule."""
+        self.actions = actions
         self._split = {(action.chunk, action.micro_batch) for action in self.actions if action.kind is ActionKind.I}
         sources = {number for number, chunk in self.chunks.items() if chunk.incoming is None}
         self._held_up = held_up_by_depth(self.actions, sources)

@@ -19,7 +19,7 @@ from tahq.comm.link.frame import Direction
 from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
-from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError
+from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError, ScheduleError
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
@@ -28,6 +28,7 @@ from tahq.pipeline.codec_lanes import InlineLanes, ThreadedLanes
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.gradients import HoldsGradient, TiedEmbedding
+from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import CudaMarks, Stopwatch
 from tahq.pipeline.update import StageUpdate
@@ -176,6 +177,24 @@ class Stage:
             raise RemoteProtocolError(
                 f"the coordinator sent an invalid change of codecs, {list(map(list, rows))}: {error}"
             ) from error
+
+    def use_schedule(self, name: str, depths: Sequence[int]) -> None:
+        """Compute the following steps under this schedule, with these depths; "": nothing changes.
+
+        RemoteProtocolError: there is no such schedule of this pipeline.
+        """
+        if not name:
+            return
+        pipeline, training = self.plan.pipeline, self.plan.training
+        try:
+            chosen = generate(
+                *(name, pipeline.stages, training.num_micro_batches),
+                depths=list(depths) or None,
+                chunks_per_stage=pipeline.chunks,
+            )
+        except ScheduleError as error:
+            raise RemoteProtocolError(f"the coordinator sent an invalid schedule: {error}") from error
+        self.engine.follow(chosen.actions[self.plan.stage])
 
     def take_codec_errors(self) -> list[ErrorSample]:
         """Codec errors measured since the last call."""

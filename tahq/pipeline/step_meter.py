@@ -8,6 +8,7 @@ A frame has the same name at both ends (`frame_name`), so that a trace can draw 
 on the wire to its decoding.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class StepMeter:
             for direction in Direction
         }
         self._rows: dict[tuple[int, Direction], list[float]] = {}
+        self._round_trip_s: dict[int, float] = {}
+        """The shortest that a heartbeat took there and its answer back, by link."""
         self._step = -1
         self._traced: dict[int, _TracedStep] = {}
         """Traced steps that have not been reported."""
@@ -98,6 +101,9 @@ class StepMeter:
         pieces: dict[int, list[PieceTimes]] = {}
         for entry in stats:
             pieces.setdefault(entry.link, []).extend(entry.pieces)
+            for beat in entry.heartbeats:
+                known_s = self._round_trip_s.get(entry.link, math.inf)
+                self._round_trip_s[entry.link] = min(known_s, beat.answered_s - beat.left_s)
         passed = self._wire.passages(pieces, {entry.link: entry.heartbeats for entry in stats})
         passages = [passage for passage in passed if not passage.piece.id.is_evaluation]
         wire_s = busy_seconds(passages)
@@ -116,7 +122,11 @@ class StepMeter:
     def take_rows(self) -> list[list[float]]:
         """Traffic counted since the last call, in the form of `Prepare.links`."""
         rows, self._rows = self._rows, {}
-        return [[float(link), float(direction), *row] for (link, direction), row in rows.items() if row[0]]
+        return [
+            [float(link), float(direction), *row, self._round_trip_s.get(link, 0.0)]
+            for (link, direction), row in rows.items()
+            if row[0]
+        ]
 
     def trace(self, committed: int | None) -> list[Traced]:
         """The messages for traced steps when a step is committed: for all before it, and for it if it is complete.

@@ -126,11 +126,11 @@ def _tokens_per_s(planned: Planned, usual_s: float | None, plan: PipelinePlan, s
     table = planned.table
     if usual_s is not None:
         return planned.best.tokens_per_s * usual_s / step_time_s(table, plan, speed=speed)
-    again = min(_schedules(table, plan), key=lambda each: step_time_s(table, each, speed=speed))
+    again = min(with_schedules(table, plan), key=lambda each: step_time_s(table, each, speed=speed))
     return predict(table, again, speed).tokens_per_s
 
 
-def _schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+def with_schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[PipelinePlan]:
     """The plan with every schedule and depth profile."""
     yield plan
     stages = StageCosts.of(table, plan)

@@ -24,6 +24,7 @@ from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
@@ -227,6 +228,7 @@ class Assembly:
             arithmetic_changes=self._arithmetic_changes(),
             start_step=self.assign.start_step,
             files_address=files_address,
+            memory_nbytes=free_bytes(self.device) + sum(p.nbytes for module in modules for p in module.parameters()),
         )
 
     def connect(

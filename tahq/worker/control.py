@@ -306,6 +306,7 @@ class WorkerTraining:
                 stage.update.discard()
                 self._keep_batch(commit.step)
         stage.use_codecs(commit.step + 1, commit.codecs)
+        stage.use_schedule(commit.schedule, commit.depths)
         if commit.evaluate:
             self._control.working("evaluate")
             sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches)

@@ -154,6 +154,7 @@ class Worker:
         control.send(Ready(control.stage))
         start = control.receive(Start)
         stage.use_codecs(start.step, start.codecs)
+        stage.use_schedule(start.schedule, start.depths)
         try:
             training.run(start.step)
         except FrameLogError as error:

@@ -25,8 +25,8 @@ def make_hello(stage, **changes):
 
 def make_prepare(step, stage, num_stages=3, **changes):
     last = stage == num_stages - 1
-    forward = [] if last else [[stage, 0.0, 4.0, 1000.0, 1100.0, 2000.0, 0.5, 0.4, 0.25]]
-    backward = [[stage - 1, 1.0, 4.0, 2000.0, 2100.0, 2000.0, 0.5, 0.4, 0.25]] if stage else []
+    forward = [] if last else [[stage, 0.0, 4.0, 1000.0, 1100.0, 2000.0, 0.5, 0.4, 0.25, 0.01]]
+    backward = [[stage - 1, 1.0, 4.0, 2000.0, 2100.0, 2000.0, 0.5, 0.4, 0.25, 0.01]] if stage else []
     prepare = say.Prepare(
         step=step,
         stage=stage,

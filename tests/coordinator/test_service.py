@@ -455,7 +455,7 @@ def follow_options(**changes):
 
 def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_checkpoint(scene, new_scene):
     """The scripted stages compute for a second and send for half of one, but one of them is slow."""
-    rows = [[1, 0, 4, 1000, 1100, 2000, 0.5, 0.5, 0.1], [0, 1, 4, 2000, 2100, 2000, 3, 3, 3]]
+    rows = [[1, 0, 4, 1000, 1100, 2000, 0.5, 0.5, 0.1, 0], [0, 1, 4, 2000, 2100, 2000, 3, 3, 3, 0]]
     scene.workers(stage1={"prepare": {"links": [[float(number) for number in row] for row in rows]}})
     assert scene.run(codecs=follow_options()) == 0
     for worker in scene.server.workers:

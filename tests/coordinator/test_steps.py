@@ -130,7 +130,7 @@ def test_link_of_tied_embeddings_joins_first_and_last_stage(num_stages):
     last = num_stages - 1
     changes = {f"stage{stage}": {"links": []} for stage in range(num_stages)}
     for stage, direction in ((0, 0.0), (last, 1.0)):
-        changes[f"stage{stage}"] = {"links": [[float(last), direction, 1.0, 8.0, 8.0, 2.0, 1.0, 1.0, 0.5]]}
+        changes[f"stage{stage}"] = {"links": [[float(last), direction, 1.0, 8.0, 8.0, 2.0, 1.0, 1.0, 0.5, 0.0]]}
     links = record(num_stages, **changes).links
     assert [(link.sender, link.receiver, link.direction) for link in links] == [
         (0, last, "gradients"),
@@ -142,10 +142,10 @@ def test_link_of_tied_embeddings_joins_first_and_last_stage(num_stages):
     ("field", "row"),
     [
         *(("codec errors", row) for row in ([], [1.0, 0.0], [1.0, 0.0, -0.1], [1.0, 0.0, math.nan])),
-        *(("traffic", row) for row in ([], [0.0] * 8, [5.0, 0.0, *[1.0] * 7], [-1.0, *[1.0] * 8])),
-        *(("traffic", [0.0, direction, *[1.0] * 7]) for direction in (7.0, math.nan)),
-        *(("traffic", [0.0, 0.0, number, *[1.0] * 6]) for number in (1e308, math.inf)),
-        ("traffic", [0.0, 0.0, *[1.0] * 6, math.nan]),
+        *(("traffic", row) for row in ([], [0.0] * 9, [5.0, 0.0, *[1.0] * 8], [-1.0, *[1.0] * 9])),
+        *(("traffic", [0.0, direction, *[1.0] * 8]) for direction in (7.0, math.nan)),
+        *(("traffic", [0.0, 0.0, number, *[1.0] * 7]) for number in (1e308, math.inf)),
+        ("traffic", [0.0, 0.0, *[1.0] * 7, math.nan]),
     ],
 )
 def test_impossible_figures_of_links_name_the_stage(field, row):

@@ -50,6 +50,7 @@ def test_line_has_the_agreed_keys(record):
         "wire_s": 0.05,
         "bits_per_element": 4.41,
         "goodput_bits_per_s": 35_280_000.0,
+        "round_trip_s": 0.0,
     }
     own = {"stage": 0, "waiting_share": 0.25, "timing_s": {"forward": 3.0, "wait": 1.0}, "codec_state_bytes": 0}
     assert own.items() <= line["stages"][0].items()

@@ -9,7 +9,7 @@ from support import schedules
 
 from tahq.comm.control.encoding import decode_message, encode_message
 from tahq.comm.link.frame import Direction, LogicalId, Purpose
-from tahq.comm.link.wire_time import PieceTimes
+from tahq.comm.link.wire_time import HeartbeatTimes, PieceTimes
 from tahq.comm.transport import LinkStats
 from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.step_meter import PART, StepMeter, TraceRow, trace_parts
@@ -38,9 +38,12 @@ def meter():
 
 
 def test_row_has_what_prepare_says(meter):
+    beats = (HeartbeatTimes(1, 5.0, 9.0, 5.5), HeartbeatTimes(1, 7.0, 11.0, 7.25))
     meter.note([stats(piece(0, 1.0, 2.0), piece(0, 1.0, 3.0))])
+    nothing = {"payload_bytes": 0, "wire_bytes": 0, "elements": 0}
+    meter.note([replace(stats(frames=0, busy_s=0.0, sending_s=0.0), **nothing, heartbeats=beats)])
     # Two pieces back to back, 1 s each: the bare round trip is nothing, and the wire was taken from 1 to 3.
-    assert meter.take_rows() == [[1.0, 0.0, 1.0, 200_000.0, 200_100.0, 800_000.0, 1.0, 0.75, pytest.approx(2.0)]]
+    assert meter.take_rows() == [[1.0, 0.0, 1.0, 200_000.0, 200_100.0, 800_000.0, 1.0, 0.75, pytest.approx(2.0), 0.25]]
     assert meter.take_rows() == []
 
 
@@ -51,7 +54,7 @@ def test_what_an_evaluation_sent_is_in_no_step(purpose):
     meter.begin(4)
     evaluation = [piece(n, 0.0, n + 1.0, step=3, purpose=purpose) for n in range(2)]
     meter.note([stats(*evaluation, piece(0, 0.0, 3.0))])
-    ((*_, wire_s),) = meter.take_rows()
+    ((*_, wire_s, _),) = meter.take_rows()
     assert wire_s == pytest.approx(1.0)
     (part,) = meter.trace(4)
     assert part.frames == ["train step 5 cut 1 forward 0"]

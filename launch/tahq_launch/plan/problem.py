@@ -202,7 +202,7 @@ def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | No
         layers=tuple(config.pipeline.layers),
         micro_batch=config.training.micro_batch,
         num_micro_batches=config.training.num_micro_batches,
-        schedule=config.pipeline.schedule,
+        schedule=config.pipeline.first_schedule,
         depths=tuple(config.pipeline.depths or ()),
         activations=(config.wire.activations,) * cuts,
         gradients=(config.wire.gradients,) * cuts,

@@ -18,11 +18,13 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import Journal
+from tahq.coordinator.schedule_choice import ScheduleChoice
 from tahq.errors import NothingToDoError, SnapshotError, UserError
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq_launch.export import keep_source
+from tahq_launch.plan.schedule_search import schedule_search
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable, security_warnings
 from tahq_launch.start.resolution import resolve_for_run
@@ -175,6 +177,8 @@ def _coordinator_options(
         next_sample=origin.next_sample,
         resume_command=resume_command,
         codecs=codec_options(config, origin.codecs),
+        schedule=ScheduleChoice(config.pipeline.first_schedule, tuple(config.pipeline.depths or ())),
+        choose_schedule=schedule_search(config),
     )
 
 

@@ -74,6 +74,8 @@ class Hello:
     """Steps behind the checkpoint that I begin at."""
     files_address: str = ""
     """host:port at which others get my checkpoints; empty: they cannot."""
+    memory_nbytes: int = 0
+    """Bytes that my device has free or I use there; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +222,14 @@ class Start:
     """coordinator → worker: all are ready, begin with this step.
 
     `codecs` has a row for each link and direction whose codec is not the configured one: [link, direction, index into
-    the plan's table of codecs].
+    the plan's table of codecs]. `schedule` and `depths` (most micro-batches in flight, by stage; empty: the schedule's
+    own) are in force instead of the configured ones; "": those are.
     """
 
     step: int
     codecs: list[list[int]] = field(default_factory=list)
+    schedule: str = ""
+    depths: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +239,9 @@ class Prepare:
     `norm2` has one fp64 squared gradient norm per parameter. Loss sum, token count and batch digest are set by the
     stages that know them (None, None and "" elsewhere). `timing` holds seconds by activity (forward, wait:1,
     beside:encode, …; see `pipeline/spans.py`), out of the `active_s` from the COMMIT before (or START) to this message.
-    A row of `links` is [link, direction, frames, payload bytes, wire bytes, elements, busy, sending and wire seconds]
-    of sent data, a row of `codec_errors` [link, direction, ‖x̂ − x‖/‖x‖] of a sent tensor, where it was measured.
+    A row of `links` is [link, direction, frames, payload bytes, wire bytes, elements; seconds: busy, sending, on the
+    wire, shortest round trip so far (0: unknown)] of sent data, a row of `codec_errors` [link, direction, ‖x̂ − x‖/‖x‖]
+    of a sent tensor, where it was measured.
     """
 
     step: int
@@ -256,7 +262,8 @@ class Prepare:
 class Commit:
     """coordinator → worker: apply (or skip) this step with this clip factor, then evaluate, write, stop as told.
 
-    `codecs` has a row (as in START) for each link and direction with another codec from the next step on.
+    `codecs` has a row (as in START) for each link and direction with another codec from the next step on, `schedule`
+    and `depths` are as in START from then on; "": nothing changes.
     `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go.
     """
 
@@ -268,6 +275,8 @@ class Commit:
     stop: bool
     codecs: list[list[int]] = field(default_factory=list)
     complete_snapshot: int = 0
+    schedule: str = ""
+    depths: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

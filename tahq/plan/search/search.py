@@ -162,7 +162,7 @@ class Search:
                 depths = tuple(int(min(pair)) for pair in zip(plan.depths, limits, strict=True)) if plan.depths else ()
                 yield replace(plan, layers=layers, depths=depths)
         limits = stages.depth_limits(np.array(plan.layers, dtype=float))
-        for depths in _deepened(plan.depths):
+        for depths in deepened(plan.depths):
             if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
                 yield replace(plan, depths=depths)
 
@@ -178,7 +178,7 @@ def _moved(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:
                 yield tuple(moved)
 
 
-def _deepened(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def deepened(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """One more or less in flight on the first stages, or on one of them, never fewer than on the next."""
     for step in (1, -1, 2):
         for stage in range(len(depths)):

@@ -1,0 +1,160 @@
+"""The schedule and depths that make a run's steps shortest, from what its steps have shown (`pipeline.schedule: auto`).
+
+Hosts, layers, micro-batches and codecs stay as they are. Compute and coding times are measured ones. Rates and
+latencies are those of `links` where it limits them; where it does not, a rate is what the link was seen to carry.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tahq.config.cluster import ClusterConfig
+from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
+from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
+from tahq.models.model_spec import ModelSpec
+from tahq.observe.metrics_reader import median_step
+from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.plan.explanation import with_schedules
+from tahq.plan.prediction import predict
+from tahq.plan.problem import PipelinePlan, PlanProblem
+from tahq.plan.search.search import Simulations, deepened
+from tahq.plan.search.stages import StageCosts
+from tahq.plan.search.table import ClusterTable
+from tahq.worker.assembly import resolved_spec
+from tahq_launch.plan.numbers import estimated_numbers
+from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
+
+_SEEN = 0.02
+"""Share of a step that a link must have been busy for its rate to be known."""
+_ABOUT_AS_FAST = 0.002
+_BUDGET_ACTIONS = 50_000
+"""Actions that are simulated: a second or two beside the run."""
+_ROUNDS = 40
+"""Most improvements of the best plan's depths."""
+
+
+def schedule_search(config: ClusterConfig) -> Choose | None:
+    """The search for a resolved configuration; None: its schedule is fixed, or there is nothing to choose."""
+    pipeline, training = config.pipeline, config.training
+    if pipeline.schedule != "auto" or pipeline.stages == 1 or training.num_micro_batches == 1:
+        return None
+
+    def choose(steps: Sequence[StepRecord], present: ScheduleChoice, memory: Sequence[int]) -> Proposal:
+        step, spec = median_step(steps), resolved_spec(config, None)
+        problem = problem_of(config, spec, _measured(config, spec, step, memory), PlanChoices())
+        plan = _running(config, problem, step, present)
+        return _search(
+            Simulations(ClusterTable(problem), _BUDGET_ACTIONS), plan, fixed_depths=pipeline.depths is not None
+        )
+
+    return choose
+
+
+def _search(simulations: Simulations, plan: PipelinePlan, *, fixed_depths: bool) -> Proposal:
+    table = simulations.table
+    plans = [plan]
+    if fixed_depths:
+        plans += [replace(plan, schedule=name) for name in table.problem.schedules if name != "gpipe"]
+    else:
+        plans += with_schedules(table, plan)
+        for _ in range(_ROUNDS):
+            best = min(plans, key=simulations.time_s)
+            better = next(_deeper(simulations, best), None)
+            if better is None or simulations.is_exhausted:
+                break
+            plans.append(better)
+    limit_s = (1 + _ABOUT_AS_FAST) * min(map(simulations.time_s, plans))
+    shallowest = min((each for each in plans if simulations.time_s(each) <= limit_s), key=_in_flight)
+    present_s, step_s = (predict(table, each).step_s for each in (plan, shallowest))
+    return Proposal(ScheduleChoice(shallowest.schedule, shallowest.depths), step_s, present_s)
+
+
+def _deeper(simulations: Simulations, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+    """Plans with a few micro-batches more or fewer in flight that are faster, and fit the memory."""
+    stages = StageCosts.of(simulations.table, plan)
+    limits = stages.depth_limits(np.array(plan.layers, dtype=float))
+    for depths in deepened(plan.depths):
+        if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
+            other = replace(plan, depths=depths)
+            if simulations.time_s(other) < (1 - _ABOUT_AS_FAST) * simulations.time_s(plan):
+                yield other
+
+
+def _in_flight(plan: PipelinePlan) -> int:
+    return sum(plan.depths) if plan.depths else plan.num_stages * plan.num_micro_batches
+
+
+def _running(config: ClusterConfig, problem: PlanProblem, step: StepRecord, present: ScheduleChoice) -> PipelinePlan:
+    """The run as a plan."""
+    plan = given_plan(config, problem)
+    assert plan is not None, "a resolved configuration without chunks, and numbers of its own hosts"
+    codecs = {(link.link, link.direction): link.codec for link in step.links if link.codec}
+    cuts = range(plan.num_stages - 1)
+    depths = present.depths or tuple(range(plan.num_stages, 0, -1))
+    return replace(
+        plan,
+        schedule=present.schedule,
+        depths=() if present.schedule == "gpipe" else tuple(min(depth, plan.num_micro_batches) for depth in depths),
+        activations=tuple(codecs.get((cut, "activations"), plan.activations[cut]) for cut in cuts),
+        gradients=tuple(codecs.get((cut, "gradients"), plan.gradients[cut]) for cut in cuts),
+    )
+
+
+def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: Sequence[int]) -> ClusterNumbers:
+    """What the step has shown of hosts and paths."""
+    configured, _ = estimated_numbers(config, spec)
+    layers = config.pipeline.layers or []
+    hosts = [
+        host.model_copy(
+            update={
+                "memory": memory[stage] or None,
+                "compute": [_layer_times(config, step.stages[stage], layers[stage])],
+                "codecs": _codec_times(step, stage),
+            }
+        )
+        for stage, host in enumerate(configured.hosts)
+    ]
+    return configured.model_copy(update={"hosts": hosts, "paths": list(_paths(configured, hosts, step.links))})
+
+
+def _layer_times(config: ClusterConfig, stage: StageRecord, layers: int) -> LayerTimes:
+    """Seconds of one of a stage's blocks; embedding and head count in, since layers stay where they are."""
+    each = config.training.num_micro_batches * layers
+    backward = stage.split.backward_s / each
+    part = stage.timing.get("input_gradient")
+    return LayerTimes(
+        micro_batch=config.training.micro_batch,
+        block_forward=max(1e-9, stage.split.forward_s / each),
+        block_backward=backward,
+        block_input_gradient=None if part is None else min(backward, part / each),
+    )
+
+
+def _codec_times(step: StepRecord, stage: int) -> dict[str, CodecTimes]:
+    split = step.stages[stage].split
+    sent = sum(link.elements for link in step.links if link.sender == stage)
+    received = sum(link.elements for link in step.links if link.receiver == stage)
+    encode_s = split.encode_s + split.beside_s.get("encode", 0.0)
+    decode_s = split.decode_s + split.beside_s.get("decode", 0.0)
+    times = CodecTimes(
+        encode_per_element=encode_s / sent if sent else 0.0, decode_per_element=decode_s / received if received else 0.0
+    )
+    return {link.codec: times for link in step.links if link.codec and stage in (link.sender, link.receiver)}
+
+
+def _paths(
+    configured: ClusterNumbers, hosts: Sequence[HostNumbers], links: Sequence[LinkRecord]
+) -> Iterator[PathNumbers]:
+    """The configured paths, with rates and round trips that were seen where nothing is configured."""
+    known = {(path.source, path.target): path for path in configured.paths}
+    for link in links:
+        source, target = hosts[link.sender], hosts[link.receiver]
+        path = known.get((source.name, target.name), PathNumbers(source=source.name, target=target.name))
+        is_free = source.up is None and target.down is None and path.rate is None
+        if is_free and link.wire_s > _SEEN * (link.busy_s + link.idle_s):
+            path = path.model_copy(update={"rate": 8 * link.wire_bytes / link.wire_s})
+        if path.round_trip is None and configured.round_trip == 0 and link.round_trip_s > 0:
+            path = path.model_copy(update={"round_trip": link.round_trip_s})
+        known[source.name, target.name] = path
+    yield from known.values()

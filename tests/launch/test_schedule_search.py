@@ -1,0 +1,102 @@
+"""The search for a schedule during a run: from a step's figures, within the stages' memory."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runs import tiny
+
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import stage_estimate
+from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StepRecord
+from tahq.coordinator.schedule_choice import ScheduleChoice
+from tahq.worker.assembly import resolved_spec
+from tahq_launch.plan.schedule_search import schedule_search
+from tahq_launch.start.resolution import resolve_for_run
+
+STAGES, MICRO_BATCHES = 4, 8
+PRESENT = ScheduleChoice("1f1b")
+NO_LIMIT = [0] * STAGES
+
+
+def config(pipeline=None, training=None, **sections):
+    given = tiny(training={"global_batch": MICRO_BATCHES, "micro_batch": 1, **(training or {})}, **sections)
+    return resolve_for_run(ClusterConfig.model_validate(given | {"pipeline": {"stages": STAGES, **(pipeline or {})}}))
+
+
+def step(forward_s=0.07, backward_s=0.15, round_trip_s=0.0, wire_s=0.0):
+    """What stages that compute so long per micro-batch report; frames of 8 kB."""
+    split = StageSplit(forward_s=MICRO_BATCHES * forward_s, backward_s=MICRO_BATCHES * backward_s)
+    stages = tuple(StageRecord(stage, {}, 0, split) for stage in range(STAGES))
+    nbytes, elements = MICRO_BATCHES * 8192, MICRO_BATCHES * 2048
+    links = [
+        LinkRecord(
+            cut, *ends, direction, MICRO_BATCHES, nbytes, nbytes, elements, 1.0, 1.0, MICRO_BATCHES * wire_s, 1.0,
+            round_trip_s=round_trip_s,
+        )
+        for cut in range(STAGES - 1)
+        for ends, direction in (((cut, cut + 1), "activations"), ((cut + 1, cut), "gradients"))
+    ]  # fmt: skip
+    return StepRecord(3, 1.0, 256, 4.0, 1.0, 1.0, False, False, stages, links)
+
+
+@pytest.mark.parametrize(
+    ("links", "shown"),
+    [({"rate": "1mbit"}, {}), ({"delay": "100ms"}, {}), ({}, {"round_trip_s": 0.2}), ({}, {"wire_s": 0.06})],
+    ids=str,
+)
+def test_slow_links_get_more_in_flight(links, shown):
+    found = schedule_search(config(links=links))([step(**shown)], PRESENT, NO_LIMIT)
+    assert found.step_s < 0.85 * found.present_s
+    assert sum(found.choice.depths) > sum(range(STAGES + 1))
+
+
+def test_free_links_need_only_a_shorter_bubble():
+    found = schedule_search(config())([step()], PRESENT, NO_LIMIT)
+    assert found.choice.schedule == "zero-bubble"
+    # 1F1B: 11 rounds of 0.22 s; the weight gradients, half of each backward, fill most of the bubble of 3
+    assert found.present_s == pytest.approx(11 * 0.22, rel=0.01)
+    assert found.step_s < 9.5 * 0.22
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "zero-bubble", "in_flight": 5}]
+)
+def test_schedule_that_is_set_stays(pipeline):
+    assert schedule_search(config(pipeline)) is None
+
+
+def test_depths_that_are_set_stay():
+    present = ScheduleChoice("1f1b", (4, 4, 3, 3))
+    found = schedule_search(config({"in_flight": [4, 4, 3, 3]}, links={"rate": "1mbit"}))([step()], present, NO_LIMIT)
+    assert found.choice.depths == present.depths
+
+
+def test_checkpointing_keeps_backwards_whole():
+    found = schedule_search(config(training={"activation_checkpointing": "block"}, links={"rate": "1mbit"}))(
+        [step()], PRESENT, NO_LIMIT
+    )
+    assert found.choice.schedule == "1f1b"
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 30), min_size=STAGES, max_size=STAGES),
+    st.sampled_from([{"rate": "1mbit"}, {"delay": "100ms"}, {}]),
+)
+def test_what_is_proposed_fits_wherever_one_micro_batch_does(room, links):
+    """`room`: quarters of a micro-batch in flight that fit beside what one needs."""
+    given = config(links=links)
+    spec = resolved_spec(given, None)
+
+    def nbytes(choice):
+        pipeline = given.pipeline.model_copy(
+            update={"schedule": choice.schedule, "in_flight": list(choice.depths) or None}
+        )
+        changed = given.model_copy(update={"pipeline": pipeline})
+        return [stage_estimate(changed, spec, stage, bf16=False).total for stage in range(STAGES)]
+
+    one, two = nbytes(ScheduleChoice("1f1b", (1,) * STAGES)), nbytes(ScheduleChoice("1f1b", (2,) * STAGES))
+    memory = [a + quarters * (b - a) // 4 for a, b, quarters in zip(one, two, room, strict=True)]
+    found = schedule_search(given)([step()], PRESENT, memory)
+    if found.choice != PRESENT and found.choice.depths != (4, 3, 2, 1):
+        assert all(need <= 1.02 * has for need, has in zip(nbytes(found.choice), memory, strict=True))
