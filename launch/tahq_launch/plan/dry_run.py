@@ -64,7 +64,11 @@ class _DryRun:
 
     def text(self) -> str:
         parts = [self._header(), self._layers(), self._memory(), describe_network(self.config), self._links()]
-        parts += [codec_memory(self.config, self.spec), self._hosts(), _grid(self.schedule)]
+        parts += [
+            codec_memory(self.config, self.spec),
+            self._hosts(),
+            _grid(self.schedule, self.config.pipeline.schedule == "auto"),
+        ]
         return "\n\n".join(part for part in parts if part)
 
     def _num_parameters(self, stage: int) -> int:
@@ -227,7 +231,7 @@ def _link_row(flow: StepFlow, rate_bits_per_s: float) -> list[object]:
     return [flow.link, *carried, *nbytes, f"{8 * flow.step_nbytes / rate_bits_per_s:.3f}"]
 
 
-def _grid(schedule: Schedule) -> str:
+def _grid(schedule: Schedule, may_change: bool) -> str:
     """The schedule as a picture; if it is too wide, in parts below each other, cut between its columns."""
     actions = [action for row in schedule.actions for action in row]
     splits = any(action.kind is ActionKind.I for action in actions)
@@ -238,7 +242,8 @@ def _grid(schedule: Schedule) -> str:
     pictures = ["\n".join((line[:margin] + line[at : at + width]).rstrip() for line in lines) for at in starts]
     left = len(pictures) - _MAX_PICTURES
     note = f"\n({left} more parts of this width not shown)" if left > 0 else ""
-    title = f"Schedule {schedule.name} (0F2: chunk 0, forward, micro-batch 2; {drawn})"
+    first = " at first" if may_change else ""
+    title = f"Schedule {schedule.name}{first} (0F2: chunk 0, forward, micro-batch 2; {drawn})"
     return f"{title}\n" + "\n\n".join(pictures[:_MAX_PICTURES]) + note
 
 
