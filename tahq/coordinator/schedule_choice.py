@@ -78,7 +78,8 @@ class ScheduleChanges:
         memory: Sequence[int],
     ) -> None:
         self._choose, self._executor, self._memory = choose, executor, memory
-        self.present = _restored(saved, configured, len(memory)) if choose is not None else configured
+        self._may_change = choose is not None
+        self.present = _restored(saved, configured, len(memory)) if self._may_change else configured
         self._search: Future[Proposal] | None = None
         self._steps: list[StepRecord] = []
         self._ignored = IGNORED_STEPS
@@ -92,11 +93,11 @@ class ScheduleChanges:
     @property
     def told(self) -> ScheduleChoice | None:
         """What START says; None: nothing, since what is configured stays."""
-        return None if self._choose is None else self.present
+        return self.present if self._may_change else None
 
     def saved(self) -> dict[str, Any]:
         """What is in force, in plain values, for a checkpoint."""
-        return {} if self._choose is None else {SAVED: [self.present.schedule, *self.present.depths]}
+        return {SAVED: [self.present.schedule, *self.present.depths]} if self._may_change else {}
 
     def decide(self, record: StepRecord) -> str:
         """Take a step that is about to be committed; why there is a change from the next one on, "": there is none."""
@@ -168,9 +169,10 @@ def memory_by_stage(hellos: Sequence[tuple[str, Hello | None]]) -> list[int]:
 
 
 def _restored(saved: Mapping[str, Any], configured: ScheduleChoice, num_stages: int) -> ScheduleChoice:
-    """What a checkpoint keeps, if it fits this run."""
+    """What a checkpoint keeps, if it fits this run, whose depths may be set."""
     match saved.get(SAVED):
         case [str(name), *depths] if name in GENERATORS and len(depths) in (0, num_stages):
-            if all(isinstance(depth, int) and depth >= 1 for depth in depths):
+            is_valid = all(isinstance(depth, int) and depth >= 1 for depth in depths)
+            if is_valid and configured.depths in ((), tuple(depths)):
                 return ScheduleChoice(name, tuple(depths))
     return configured

@@ -93,6 +93,12 @@ def test_what_does_not_fit_is_not_restored(saved):
     assert begun(Searches(), saved).present == FIRST
 
 
+def test_depths_that_are_set_since_then_are_not_restored():
+    pinned = ScheduleChoice("1f1b", (3, 2))
+    saved = {"schedule": ["zero-bubble", 5, 4]}
+    assert ScheduleChanges(Searches(), pinned, saved, AtOnce(), LIMITS).present == pinned
+
+
 def test_configured_schedule_never_changes():
     changes = ScheduleChanges(None, FIRST, {"schedule": ["zero-bubble", 5, 4]}, AtOnce(), LIMITS)
     assert not steps(changes, 1.0, 300)
@@ -103,9 +109,10 @@ def test_failed_search_ends_no_run(caplog):
     def fails(*_):
         raise ZeroDivisionError
 
-    changes = begun(fails)
+    changes = begun(fails, {"schedule": ["zero-bubble", 5, 4]})
     assert not steps(changes, 1.0, 2 * SEARCH_EVERY)
-    assert (changes.present, caplog.text.count("search for a faster schedule failed")) == (FIRST, 1)
+    assert (changes.told, caplog.text.count("search for a faster schedule failed")) == (DEEP, 1)
+    assert changes.saved()
 
 
 def test_stages_on_one_device_share_its_memory():
