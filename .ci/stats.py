@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 53_750,
     "modules there": 304,
     "lines of benchmarks": 5_950,
-    "lines of tests": 38_950,
+    "lines of tests": 38_970,
     "modules with one importer, in the same folder": 16,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -47,7 +47,7 @@ class ScheduleChoice(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a search has found: predicted seconds of a step, and of one as it is now."""
+    """The best schedule that a search has found, with the predicted seconds of a step under it and the present one."""
 
     choice: ScheduleChoice
     step_s: float

@@ -78,6 +78,21 @@ def test_checkpointing_keeps_backwards_whole():
     assert found.choice.schedule == "1f1b"
 
 
+def test_present_depths_are_simulated_as_they_are():
+    """More in flight than micro-batches, whose weight gradients lag behind."""
+    present = ScheduleChoice("zero-bubble", (12, 12, 12, 4))
+    deep = config({"in_flight": [12, 12, 12, 4]}, links={"rate": "1mbit"})
+    found = schedule_search(deep)([step()], present, NO_LIMIT)
+    assert (found.choice, found.step_s) == (present, found.present_s)
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"in_flight": [4, 3, 2, 1]}])
+def test_nothing_is_proposed_where_nothing_fits(pipeline):
+    present = ScheduleChoice("1f1b", (4, 3, 2, 1))
+    found = schedule_search(config(pipeline, links={"rate": "1mbit"}))([step()], present, [1] * STAGES)
+    assert found.choice == present
+
+
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 30), min_size=STAGES, max_size=STAGES),

@@ -16,9 +16,9 @@ from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.explanation import with_schedules
-from tahq.plan.prediction import predict
+from tahq.plan.prediction import fits_memory, predict
 from tahq.plan.problem import PipelinePlan, PlanProblem
-from tahq.plan.search.search import Simulations, deepened
+from tahq.plan.search.search import Simulations, deepened, in_flight
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
 from tahq.worker.assembly import resolved_spec
@@ -29,9 +29,7 @@ _SEEN = 0.02
 """Share of a step that a link must have been busy for its rate to be known."""
 _ABOUT_AS_FAST = 0.002
 _BUDGET_ACTIONS = 50_000
-"""Actions that are simulated: a second or two beside the run."""
-_ROUNDS = 40
-"""Most improvements of the best plan's depths."""
+"""Actions after which no more plans are simulated: a second or two beside the run."""
 
 
 def schedule_search(config: ClusterConfig) -> Choose | None:
@@ -52,37 +50,29 @@ def schedule_search(config: ClusterConfig) -> Choose | None:
 
 
 def _search(simulations: Simulations, plan: PipelinePlan, *, fixed_depths: bool) -> Proposal:
-    table = simulations.table
-    plans = [plan]
-    if fixed_depths:
-        plans += [replace(plan, schedule=name) for name in table.problem.schedules if name != "gpipe"]
-    else:
-        plans += with_schedules(table, plan)
-        for _ in range(_ROUNDS):
-            best = min(plans, key=simulations.time_s)
-            better = next(_deeper(simulations, best), None)
-            if better is None or simulations.is_exhausted:
-                break
-            plans.append(better)
-    limit_s = (1 + _ABOUT_AS_FAST) * min(map(simulations.time_s, plans))
-    shallowest = min((each for each in plans if simulations.time_s(each) <= limit_s), key=_in_flight)
-    present_s, step_s = (predict(table, each).step_s for each in (plan, shallowest))
-    return Proposal(ScheduleChoice(shallowest.schedule, shallowest.depths), step_s, present_s)
+    table, times_s = simulations.table, simulations.times_s
+    names = (name for name in table.problem.schedules if name != "gpipe")  # which has no depths
+    others = (replace(plan, schedule=name) for name in names) if fixed_depths else with_schedules(table, plan)
+    for each in (plan, *others):
+        if not simulations.is_exhausted and (each == plan or fits_memory(table, each)):
+            simulations.time_s(each)
+    best: PipelinePlan | None = None if fixed_depths else simulations.ranked()[0]
+    while best is not None and not simulations.is_exhausted:
+        best = next(_better(simulations, best), None)
+    limit_s = (1 + _ABOUT_AS_FAST) * min(times_s.values())
+    chosen = min((each for each in times_s if times_s[each] <= limit_s), key=in_flight)
+    present_s, step_s = (predict(table, each).step_s for each in (plan, chosen))
+    return Proposal(ScheduleChoice(chosen.schedule, chosen.depths), step_s, present_s)
 
 
-def _deeper(simulations: Simulations, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+def _better(simulations: Simulations, plan: PipelinePlan) -> Iterator[PipelinePlan]:
     """Plans with a few micro-batches more or fewer in flight that are faster, and fit the memory."""
-    stages = StageCosts.of(simulations.table, plan)
-    limits = stages.depth_limits(np.array(plan.layers, dtype=float))
+    limits = StageCosts.of(simulations.table, plan).depth_limits(np.array(plan.layers, dtype=float))
     for depths in deepened(plan.depths):
         if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
             other = replace(plan, depths=depths)
             if simulations.time_s(other) < (1 - _ABOUT_AS_FAST) * simulations.time_s(plan):
                 yield other
-
-
-def _in_flight(plan: PipelinePlan) -> int:
-    return sum(plan.depths) if plan.depths else plan.num_stages * plan.num_micro_batches
 
 
 def _running(config: ClusterConfig, problem: PlanProblem, step: StepRecord, present: ScheduleChoice) -> PipelinePlan:
@@ -95,7 +85,7 @@ def _running(config: ClusterConfig, problem: PlanProblem, step: StepRecord, pres
     return replace(
         plan,
         schedule=present.schedule,
-        depths=() if present.schedule == "gpipe" else tuple(min(depth, plan.num_micro_batches) for depth in depths),
+        depths=() if present.schedule == "gpipe" else depths,
         activations=tuple(codecs.get((cut, "activations"), plan.activations[cut]) for cut in cuts),
         gradients=tuple(codecs.get((cut, "gradients"), plan.gradients[cut]) for cut in cuts),
     )

@@ -52,11 +52,12 @@ class Simulations:
 
     def ranked(self) -> list[PipelinePlan]:
         """All simulated plans, the fastest first; of equally fast ones that with fewer micro-batches in flight."""
-
-        def in_flight(plan: PipelinePlan) -> int:
-            return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
-
         return sorted(self.times_s, key=lambda plan: (self.times_s[plan], in_flight(plan)))
+
+
+def in_flight(plan: PipelinePlan) -> int:
+    """Most micro-batches in flight, of all stages together."""
+    return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
 
 
 class Search:
