@@ -25,6 +25,7 @@ from tahq.models.slice import ModelSlice, Parts, build_slice, fill_weights
 from tahq.randomness import derive_seed
 
 BATCH, SEQ_LEN = 16, 512
+HELD_OUT_BATCHES = 16
 WARM_UP, PEAK_LR, CLIP_NORM, WEIGHT_DECAY = 40, 6e-4, 1.0, 0.1
 PADDED_VOCAB = 50304
 """GPT-2's 50,257 tokens padded to a multiple of 64, for the matrix units."""
@@ -101,6 +102,16 @@ class CutTraining:
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
         return torch.stack(losses).tolist()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Mean loss of the last run's weights, without codecs, on data that is not trained on."""
+        batches = BatchSource(self._dataset, seed=0, global_batch=BATCH, micro_batch=BATCH)
+        losses = []
+        for index in range(HELD_OUT_BATCHES):
+            tokens, labels = batches.validation(index).micro_batch(0)
+            losses.append(self._loss(tokens, labels, Wire(), 0, 0))
+        return float(torch.stack(losses).mean())
 
     def _build(self, spec: ModelSpec) -> list[ModelSlice]:
         size = spec.num_layers // STAGES

@@ -64,11 +64,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Mean loss of a run's last steps (NaN where it diverged), and means of every ten steps."""
+    """Mean loss of a run's last steps (NaN where it diverged), means of every ten steps, and that on held-out data."""
 
     run: Run
     loss: float
     curve: list[float]
+    held_out: float = math.nan
 
 
 def naive_4bit(x: torch.Tensor, key: int, largest: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,7 +119,7 @@ def run_all(runs: Iterable[Run], options: argparse.Namespace) -> list[Result]:
     text = options.text[0] if len(options.text) == 1 else options.text
     data = DataConfig(text=text, tokenizer=options.tokenizer, seq_len=SEQ_LEN)
     path, wanted = rows_path(options), list(dict.fromkeys(runs))
-    rows = [{"loss": row["loss"], "curve": row["curve"], "run": Run(**row["run"])} for row in read_rows(path)]
+    rows = [{**row, "run": Run(**row["run"])} for row in read_rows(path)]
     found = {row["run"]: Result(**row) for row in rows}
     for result in _train([run for run in wanted if run not in found], data, options.processes):
         found[result.run] = result
@@ -168,7 +169,7 @@ def _work(device: str, data: DataConfig, todo: Any, done: Any) -> None:
         losses = training.run(Wire(transfer(run.activations), transfer(run.gradients)), seed=run.seed, steps=run.steps)
         blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
         curve = [round(statistics.fmean(block), 4) for block in blocks]
-        done.put(Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve))
+        done.put(Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve, training.held_out_loss()))
 
 
 @dataclass(frozen=True, slots=True)
