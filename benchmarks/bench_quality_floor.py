@@ -1,6 +1,6 @@
 """Held-out loss by pair of codecs after 2,000 steps: the table from which `wire: auto` takes its fewest bits.
 
-    python benchmarks/bench_quality_floor.py --tokenizer GPT2_FOLDER --text wikitext2-valid.txt wikitext2-test.txt stdlib
+    python benchmarks/bench_quality_floor.py --tokenizer GPT2 --text wikitext2-valid.txt wikitext2-test.txt stdlib
 
 GPT-2 small, random start, WikiText-2 and Python sources in GPT-2 BPE, 16 × 512 tokens per step, codecs at three cuts;
 afterwards the loss of the weights, without codecs, on the 5 % of the data that were held out. A seed takes about six
