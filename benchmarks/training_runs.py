@@ -42,6 +42,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--steps": {"type": int, "default": 400},
     "--seeds": {"type": int, "default": 3},
     "--processes": {"type": int, "default": 2, "help": "processes per device"},
+    "--backend": {"default": "reference", "help": "of the codecs; the reference cannot have a kernel's bug"},
 }
 Setting = tuple[str, str, str]
 """Model, codec of activations, codec of gradients."""
@@ -89,11 +90,11 @@ EXTRA_TRANSFERS: Mapping[str, Transfer] = {
 }
 
 
-def transfer(name: str) -> Transfer | None:
-    """What a cut does to a tensor: encode and decode it with the reference backend, so that no kernel's bug counts."""
+def transfer(name: str, backend: str = "reference") -> Transfer | None:
+    """What a cut does to a tensor: encode and decode it."""
     if name == NONE or name in EXTRA_TRANSFERS:
         return EXTRA_TRANSFERS.get(name)
-    return partial(coded, get_codec(name, backend="reference"))
+    return partial(coded, get_codec(name, backend=backend))
 
 
 def coded(codec: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
@@ -121,21 +122,23 @@ def run_all(runs: Iterable[Run], options: argparse.Namespace) -> list[Result]:
     path, wanted = rows_path(options), list(dict.fromkeys(runs))
     rows = [{**row, "run": Run(**row["run"])} for row in read_rows(path)]
     found = {row["run"]: Result(**row) for row in rows}
-    for result in _train([run for run in wanted if run not in found], data, options.processes):
+    for result in _train([run for run in wanted if run not in found], data, options):
         found[result.run] = result
         append_row(path, asdict(result))
         say(f"{result.run} {result.loss:.4f}")
     return [found[run] for run in wanted]
 
 
-def _train(runs: Sequence[Run], data: DataConfig, processes_per_device: int) -> Iterator[Result]:
+def _train(runs: Sequence[Run], data: DataConfig, options: argparse.Namespace) -> Iterator[Result]:
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for run in runs:
         todo.put(run)
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
-    places = [device for device in devices for _ in range(processes_per_device)][: len(runs)]
-    workers = [context.Process(target=_work, args=(place, data, todo, done), daemon=True) for place in places]
+    places = [device for device in devices for _ in range(options.processes)][: len(runs)]
+    workers = [
+        context.Process(target=_work, args=(place, data, options.backend, todo, done), daemon=True) for place in places
+    ]
     for worker in workers:
         worker.start()
     try:
@@ -153,7 +156,7 @@ def _train(runs: Sequence[Run], data: DataConfig, processes_per_device: int) -> 
             worker.kill()
 
 
-def _work(device: str, data: DataConfig, todo: Any, done: Any) -> None:
+def _work(device: str, data: DataConfig, backend: str, todo: Any, done: Any) -> None:
     torch.set_num_threads(2)
     torch.backends.cuda.matmul.allow_tf32 = False
     model, training = "", None
@@ -166,7 +169,8 @@ def _work(device: str, data: DataConfig, todo: Any, done: Any) -> None:
         if training is None or run.model != model:
             model, training = run.model, None  # free the old model's memory first
             training = CutTraining(model, data, torch.device(device))
-        losses = training.run(Wire(transfer(run.activations), transfer(run.gradients)), seed=run.seed, steps=run.steps)
+        wire = Wire(*(transfer(name, backend) for name in (run.activations, run.gradients)))
+        losses = training.run(wire, seed=run.seed, steps=run.steps)
         blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
         curve = [round(statistics.fmean(block), 4) for block in blocks]
         done.put(Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve, training.held_out_loss()))

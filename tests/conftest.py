@@ -43,10 +43,11 @@ def _let_programs_hear_signals() -> None:
 
 
 def _keep_keys_apart(config: pytest.Config) -> None:
-    """Tests, and all that they start, have an account's key of their own."""
+    """Tests, and all that they start, have an account's key and a cache of measurements of their own."""
     folder = tempfile.TemporaryDirectory(prefix="tahq-tests-")
     config.add_cleanup(folder.cleanup)
     os.environ["XDG_CONFIG_HOME"] = folder.name
+    os.environ["TAHQ_CACHE"] = f"{folder.name}/cache"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

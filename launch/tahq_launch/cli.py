@@ -53,18 +53,22 @@ def launch(
     from tahq.config.file import load_config, placed_errors
 
     with placed_errors(cluster_yaml, overrides or ()):
+        from tahq_launch.plan.first_plan import planned_start
+        from tahq_launch.start.prepared_run import StartRequest
+
+        start = StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug)
         if not dry_run:
             from tahq_launch.start.launcher import launch as launch_run
-            from tahq_launch.start.prepared_run import StartRequest
 
-            return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug))
+            return launch_run(start if resume else planned_start(start))
         from tahq_launch.plan.dry_run import dry_run as describe
         from tahq_launch.start.local_checks import check_local
         from tahq_launch.start.resolution import resolve_for_run
 
-        config = resolve_for_run(load_config(cluster_yaml, overrides or ()))
+        start = planned_start(start, measures=False)
+        config = resolve_for_run(start.planned or load_config(cluster_yaml, overrides or ()))
         check_local(config)
-        print(describe(config))
+        print("\n\n".join(("\n".join(start.lines), describe(config)) if start.lines else (describe(config),)))
         return 0
 
 

@@ -36,8 +36,8 @@ class ClusterConfig(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig
-    training: TrainingConfig
-    pipeline: PipelineConfig = PipelineConfig()
+    training: TrainingConfig = TrainingConfig()
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     memory: MemoryConfig = MemoryConfig()
     wire: WireConfig = WireConfig()
     links: LinksConfig = LinksConfig()
@@ -59,6 +59,8 @@ class ClusterConfig(Section):
         return self
 
     def _check_hosts(self) -> None:
+        if isinstance(self.hosts, list) and self.pipeline.model_fields_set.isdisjoint(("stages", "layers")):
+            object.__setattr__(self.pipeline, "stages", len(self.hosts))
         links, stages = self.links, self.pipeline.stages
         if isinstance(self.hosts, list) and len(self.hosts) != stages:
             raise ValueError(
@@ -159,7 +161,7 @@ class ClusterConfig(Section):
                 f"training.global_batch {training.global_batch} is {count} micro-batches of training.micro_batch "
                 f"{training.micro_batch}; at most {MAX_MICRO_BATCHES} micro-batches fit into a step"
             )
-        depths, chunks = pipeline.depths, pipeline.chunks
+        depths, chunks = pipeline.first_depths, pipeline.chunks
         try:
             generate(pipeline.first_schedule, pipeline.stages, count, depths=depths, chunks_per_stage=chunks)
         except ScheduleError as error:

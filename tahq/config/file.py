@@ -54,7 +54,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins
     document = read_document(path, "write one, or copy one of launch/examples")
     value = document.value
     if value is None:
-        raise ConfigError(f"{path} is empty; the least it needs are the sections model, data and training")
+        raise ConfigError(f"{path} is empty; the least it needs are the sections model and data")
     if not isinstance(value, dict):
         raise ConfigError(f"{path}:{document.lines[()]}: expected sections such as `model:`, got {brief(repr(value))}")
     # `links:` with every key commented out means the defaults, not null

@@ -73,6 +73,8 @@ class CoordinatorOptions:
     """The links' codecs, and the rules that change them."""
     schedule: ScheduleChoice = field(default_factory=lambda: ScheduleChoice("1f1b"))
     """What a run begins with."""
+    are_depths_set: bool = False
+    """Whether the depths in `schedule` stay."""
     choose_schedule: Choose | None = None
     """Finds another schedule during the run; None: it stays."""
     next_sample: int | None = None

@@ -4,6 +4,7 @@ A path that cannot be measured is noted and the next is measured; a lost worker 
 so far are kept.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,7 +44,8 @@ class Measuring:
         """All workers are there: order each to measure its own compute."""
         self._ctx = ctx
         self._computing = {seat.stage for seat in ctx.seats.held}
-        ctx.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))
+        limit_s = self._request.compute_s if self._request.compute_s < math.inf else 0.0
+        ctx.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs), limit_s))
         ctx.tell_phase(self._activity())
 
     @property

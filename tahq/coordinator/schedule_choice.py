@@ -67,6 +67,7 @@ class ScheduleChanges:
         saved: what `saved` has returned; {}: nothing.
         executor: runs `choose`.
         memory: bytes that each stage may use; 0: unknown.
+        are_depths_set: whether the configured depths stay.
     """
 
     def __init__(
@@ -76,10 +77,15 @@ class ScheduleChanges:
         saved: Mapping[str, Any],
         executor: Executor,
         memory: Sequence[int],
+        *,
+        are_depths_set: bool = False,
     ) -> None:
         self._choose, self._executor, self._memory = choose, executor, memory
         self._may_change = choose is not None
-        self.present = _restored(saved, configured, len(memory)) if self._may_change else configured
+        self.present = configured
+        if self._may_change:
+            fixed = configured.depths if are_depths_set else ()
+            self.present = _restored(saved, len(memory), fixed) or configured
         self._search: Future[Proposal] | None = None
         self._steps: list[StepRecord] = []
         self._ignored = IGNORED_STEPS
@@ -168,11 +174,11 @@ def memory_by_stage(hellos: Sequence[tuple[str, Hello | None]]) -> list[int]:
     return [int(MEMORY_SHARE * least[place]) // places.count(place) for place in places]
 
 
-def _restored(saved: Mapping[str, Any], configured: ScheduleChoice, num_stages: int) -> ScheduleChoice:
-    """What a checkpoint keeps, if it fits this run, whose depths may be set."""
+def _restored(saved: Mapping[str, Any], num_stages: int, fixed_depths: tuple[int, ...]) -> ScheduleChoice | None:
+    """What a checkpoint keeps, if it fits this run, whose depths may be set; None: it does not."""
     match saved.get(SAVED):
         case [str(name), *depths] if name in GENERATORS and len(depths) in (0, num_stages):
             is_valid = all(isinstance(depth, int) and depth >= 1 for depth in depths)
-            if is_valid and configured.depths in ((), tuple(depths)):
+            if is_valid and fixed_depths in ((), tuple(depths)):
                 return ScheduleChoice(name, tuple(depths))
-    return configured
+    return None

@@ -120,7 +120,8 @@ class Training:
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
         memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
         self._schedule = ScheduleChanges(
-            options.choose_schedule, options.schedule, point.saved_codecs, self._executor, memory
+            *(options.choose_schedule, options.schedule, point.saved_codecs, self._executor, memory),
+            are_depths_set=options.are_depths_set,
         )
         self._traces = TraceCollector([seat.name for seat in self._seats])
         run.newest = run.base = replace(point, codecs=self._codecs.start_rows(), schedule=self._schedule.told)

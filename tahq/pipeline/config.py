@@ -13,6 +13,7 @@ from tahq.units import Section
 
 Depth = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+MICRO_BATCH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,16 @@ _REMOVED_OPTIMIZERS = {
 
 
 class TrainingConfig(Section):
-    """How weights are trained. Exactly one of `steps` and `epochs` gives the length."""
+    """How weights are trained. One of `steps` and `epochs` gives the length."""
 
     steps: int | None = Field(default=None, ge=1, le=10**9)
     epochs: float | None = Field(default=None, gt=0, le=10**6)
+    """1 if neither is given."""
     global_batch: int = Field(default=32, ge=1)
     """Samples per optimizer step."""
-    micro_batch: int = Field(default=4, ge=1)
-    """Samples that pass through the pipeline together."""
+    micro_batch: int = Field(default=MICRO_BATCH, ge=1)
+    """Samples that pass through the pipeline together; not set: chosen before the first step if hosts are measured,
+    else the largest divisor of `global_batch` up to 4, or all of it where the backward updates."""
     optimizer: Literal["adamw", "sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16", "qgalore", "galore"] = "adamw"
     """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT), `adamw8bit` and
     `adamw_bf16` are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
@@ -86,8 +89,14 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("needs exactly one of steps and epochs")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("has both steps and epochs; remove one")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", 1.0)
+        if "micro_batch" not in self.model_fields_set:
+            most = self.global_batch if self.is_fused else MICRO_BATCH
+            size = max(each for each in range(1, most + 1) if self.global_batch % each == 0)
+            object.__setattr__(self, "micro_batch", size)
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not divisible by micro_batch {self.micro_batch}")
         if self.min_lr > self.lr:
@@ -141,12 +150,21 @@ class TrainingConfig(Section):
         return self.global_batch // self.micro_batch
 
 
+class FirstSchedule(Section):
+    """What a run begins with where `pipeline.schedule` is `auto`; the planner's choice, in the run's config.yaml."""
+
+    schedule: Literal["gpipe", "1f1b", "zero-bubble"]
+    in_flight: list[Depth] | None = None
+
+
 class PipelineConfig(Section):
     """How the model is divided, and in which order its parts are computed."""
 
     stages: int = Field(default=4, ge=1, le=256)
     schedule: Literal["auto", "gpipe", "1f1b", "zero-bubble", "interleaved"] = "auto"
-    """`auto` begins with 1F1B and changes schedule and depths, where `in_flight` leaves them open, between steps."""
+    """`auto` begins with `first` and changes schedule and depths, where `in_flight` leaves them open, between steps."""
+    first: FirstSchedule | None = None
+    """None: 1F1B with its own depths."""
     in_flight: Depth | list[Depth] | None = None
     """Micro-batches that a stage may hold at once, one number or a list by stage; under `interleaved`, pairs of a
     chunk and a micro-batch. None: under `auto` what makes steps shortest and fits the memory, else the schedule's
@@ -155,11 +173,15 @@ class PipelineConfig(Section):
     """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
     layers: list[Annotated[int, Field(ge=1)]] | None = None
     """Transformer blocks of each chunk, in order; None: divided by cost."""
-    balance: Literal["counted", "measured"] = "counted"
-    """The cost of a layer: counted multiplications, or measured times of forward and backward."""
+    balance: Literal["counted", "measured"] = "measured"
+    """`measured`: before the first step hosts measure themselves, and the planner chooses what is not set: layers, the
+    order of listed hosts, micro-batch, codecs, and the first schedule. `counted`: layers are divided by multiplications
+    counted, and nothing is measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PipelineConfig":
+        if self.layers is not None and "stages" not in self.model_fields_set:
+            object.__setattr__(self, "stages", len(self.layers) // self.chunks)
         if self.layers is not None and len(self.layers) != self.num_chunks:
             of = f"{self.stages} times {self.chunks} chunks" if self.chunks > 1 else f"stages is {self.stages}"
             raise ValueError(f"layers lists {len(self.layers)} {'chunks' if self.chunks > 1 else 'stages'}, {of}")
@@ -177,7 +199,16 @@ class PipelineConfig(Section):
     @property
     def first_schedule(self) -> str:
         """The schedule that a run begins with."""
-        return "1f1b" if self.schedule == "auto" else self.schedule
+        if self.schedule != "auto":
+            return self.schedule
+        return "1f1b" if self.first is None else self.first.schedule
+
+    @property
+    def first_depths(self) -> list[int] | None:
+        """The depths that a run begins with."""
+        if self.depths is not None or self.schedule != "auto" or self.first is None:
+            return self.depths
+        return self.first.in_flight
 
     @property
     def depths(self) -> list[int] | None:
@@ -186,5 +217,5 @@ class PipelineConfig(Section):
 
     def actions(self, num_micro_batches: int) -> Schedule:
         """The schedule of a step with this many micro-batches; ScheduleError: unsuitable depths."""
-        depths, chunks = self.depths, self.chunks
+        depths, chunks = self.first_depths, self.chunks
         return generate(self.first_schedule, self.stages, num_micro_batches, depths=depths, chunks_per_stage=chunks)

@@ -66,6 +66,7 @@ class PlanProblem:
         activations, gradients: codecs that may be chosen forward and backward, the most faithful first.
         schedules: names, see `tahq.pipeline.schedule.generators`.
         num_stages: the number of stages; None: the best one.
+        in_order: whether all hosts are used, in the order of the list.
         max_replicas: most pipelines side by side, on separate hosts.
         chunks_per_stage: of an interleaved schedule.
         piece_nbytes: a frame's largest piece; None: frames are whole.
@@ -78,6 +79,7 @@ class PlanProblem:
     gradients: tuple[str, ...] = ("eden",)
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
     num_stages: int | None = None
+    in_order: bool = False
     max_replicas: int = 1
     chunks_per_stage: int = 2
     piece_nbytes: int | None = None

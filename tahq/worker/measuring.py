@@ -47,6 +47,11 @@ FEWEST = 3
 """… but at least this often, and …"""
 MOST = 50
 """… at most this often, after one repetition that is not counted."""
+NO_FASTER = 0.95
+"""A larger micro-batch whose samples take more than this share of the time is about as slow."""
+MOST_SLOWER = 1.3
+"""Samples of a larger micro-batch that take this many times as long are implausible: something else ran."""
+AGAIN = 3
 
 
 def measure(
@@ -122,15 +127,23 @@ class MeasuringMember:
             raise RemoteProtocolError(f"the coordinator asked for micro-batches of {order.micro_batches}")
         free, notes = free_bytes(self._device), list[str]()
         measurement = ComputeMeasurement(self._config, self._stage, self._device, self._working)
-        rows: list[dict[str, int | float | None]] = []
+        rows: list[LayerTimes] = []
+        began_s = time.monotonic()
         for size in sizes:
+            if (
+                order.limit_s
+                and len(rows) > 1
+                and (time.monotonic() - began_s > order.limit_s or sample_s(rows[-1]) > NO_FASTER * sample_s(rows[-2]))
+            ):
+                break
             try:
-                rows.append(measurement.layer_times(size).model_dump())
+                rows.append(measurement.layer_times(size))
             except Exception as error:
                 if not rows or not is_out_of_memory(error):
                     raise
                 notes.append(f"micro-batches of {size} do not fit into the memory of {self._device}")
                 break
+            notes += measured_again(rows, measurement.layer_times)
         shape = (self._config.training.micro_batch, self._config.data.seq_len, measurement.hidden_size)
         codecs: dict[str, list[float]] = {}
         for spec in order.codecs:
@@ -139,7 +152,7 @@ class MeasuringMember:
                 codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
             except CodecError as error:
                 notes.append(str(error))
-        return ComputeMeasured(self._stage, free, rows, codecs, notes)
+        return ComputeMeasured(self._stage, free, [row.model_dump() for row in rows], codecs, notes)
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
         peers = [_peer(row) for row in order.peers]
@@ -164,6 +177,47 @@ def _peer(row: list[str | int]) -> Peer:
             return Peer(stage, host, address)
         case _:
             raise RemoteProtocolError(f"the coordinator sent a malformed peer: {row}")
+
+
+# -- implausible figures -----------------------------------------------------------------------------
+
+
+def sample_s(times: LayerTimes) -> float:
+    """Seconds of one sample in a block, forward and backward."""
+    return (times.block_forward + times.block_backward) / times.micro_batch
+
+
+def measured_again(rows: list[LayerTimes], measure: Callable[[int], LayerTimes]) -> list[str]:
+    """Measure the last two sizes of `rows` again, in place, while they do not fit together; the faster figures count.
+
+    More samples must not take less time in all, nor much more time each: then something else used the machine. Returns
+    a note if they still do not fit after `AGAIN` times.
+    """
+    for _ in range(AGAIN):
+        number = _suspect(rows)
+        if number is None:
+            return []
+        again = measure(rows[number].micro_batch)
+        rows[number] = min(rows[number], again, key=sample_s)
+    if _suspect(rows) is None:
+        return []
+    less, more = rows[-2:]
+    return [
+        f"implausible times: a sample takes {1000 * sample_s(less):.3g} ms in micro-batches of {less.micro_batch}, "
+        f"{1000 * sample_s(more):.3g} ms in those of {more.micro_batch}, measured {AGAIN} times again; "
+        "is the machine busy?"
+    ]
+
+
+def _suspect(rows: Sequence[LayerTimes]) -> int | None:
+    """Which of the last two sizes was slowed down; None: neither."""
+    if len(rows) < 2:
+        return None
+    less, more = rows[-2:]
+    if sample_s(more) > MOST_SLOWER * sample_s(less):
+        return -1
+    is_less = sample_s(more) * more.micro_batch < NO_FASTER * sample_s(less) * less.micro_batch
+    return -2 if is_less else None
 
 
 # -- timing a device ---------------------------------------------------------------------------------

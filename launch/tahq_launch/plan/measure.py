@@ -49,7 +49,7 @@ def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) ->
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     try:
         with placed_errors(start.config_path, start.overrides):
-            status, numbers = _measured(start, request, folder)
+            status, numbers = measured(start, request, folder)
     except UserError:
         shutil.rmtree(folder)
         raise
@@ -67,7 +67,11 @@ def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) ->
     return status
 
 
-def _measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tuple[int, ClusterNumbers | None]:
+def measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tuple[int, ClusterNumbers | None]:
+    """Start the workers of a configuration, have them measure, and return the exit status and the figures.
+
+    None: there are none. Logs are left in the folder.
+    """
     made: list[tuple[Measured, Imitated]] = []
 
     def make_coordinator(prepared: PreparedRun, server: ControlServer) -> Coordinator:

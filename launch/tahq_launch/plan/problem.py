@@ -203,7 +203,7 @@ def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | No
         micro_batch=config.training.micro_batch,
         num_micro_batches=config.training.num_micro_batches,
         schedule=config.pipeline.first_schedule,
-        depths=tuple(config.pipeline.depths or ()),
+        depths=tuple(config.pipeline.first_depths or ()),
         activations=(config.wire.activations,) * cuts,
         gradients=(config.wire.gradients,) * cuts,
         first=config.links.first,

@@ -38,7 +38,8 @@ log = logging.getLogger("tahq")
 class StartRequest:
     """The command line of a program that starts a coordinator.
 
-    `bind` and `advertise` replace those of `run:` in the file.
+    `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
+    `lines` are printed at its start.
     """
 
     config_path: Path
@@ -48,6 +49,8 @@ class StartRequest:
     bind: str | None = None
     advertise: str | None = None
     program: str = "tahq-launch"
+    planned: ClusterConfig | None = None
+    lines: tuple[str, ...] = ()
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -109,7 +112,7 @@ def prepared_run(
         UserError: the configuration is invalid, or the folder holds another run.
         NothingToDoError: the run to resume has done all its steps.
     """
-    given = load_config(request.config_path, request.all_overrides)
+    given = request.planned or load_config(request.config_path, request.all_overrides)
     check_reachable(given)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
@@ -130,7 +133,7 @@ def prepared_run(
                 turn_back(folder.snapshots, folder.path / origin.snapshot)
             _keep_config(folder, config, origin)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
-            notes = (*damaged, *origin.notes, *keep_source(folder, config), *security_warnings(config))
+            notes = (*damaged, *origin.notes, *request.lines, *keep_source(folder, config), *security_warnings(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
 
 
@@ -177,7 +180,8 @@ def _coordinator_options(
         next_sample=origin.next_sample,
         resume_command=resume_command,
         codecs=codec_options(config, origin.codecs),
-        schedule=ScheduleChoice(config.pipeline.first_schedule, tuple(config.pipeline.depths or ())),
+        schedule=ScheduleChoice(config.pipeline.first_schedule, tuple(config.pipeline.first_depths or ())),
+        are_depths_set=config.pipeline.depths is not None,
         choose_schedule=schedule_search(config),
     )
 
@@ -272,16 +276,31 @@ def _from_checkpoint(folder: RunFolder, given: ClusterConfig, problem: str) -> t
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
     """The given configuration; keys that it leaves open are taken from the checkpoint's.
 
-    The model keeps its sizes. If stages, chunks and balance are unchanged, each chunk keeps its layers: costs measured
-    again would move the cuts.
+    The model keeps its sizes. Hosts, layers, micro-batch and codecs are not chosen again where they are left open and
+    the rest allows it: the old ones stay.
 
     Raises:
         ConfigError: it contradicts a kept value, such as samples longer than the model's positions.
     """
     values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
-    kept, pipeline = old.get("pipeline", {}), values["pipeline"]
-    # a checkpoint of an older version has no chunks
-    same_division = all(pipeline[key] == kept.get(key, 1) for key in ("stages", "chunks", "balance"))
-    if pipeline["layers"] is None and same_division:
-        values["pipeline"] = {**pipeline, "layers": kept.get("layers")}
+    if given.pipeline.layers is None:
+        _keep_division(values, old, given)
+    for name, keys in (("training", ("micro_batch",)), ("wire", ("activations", "gradients"))):
+        for key in keys:
+            if key not in getattr(given, name).model_fields_set and key in old.get(name, {}):
+                values[name][key] = old[name][key]
     return validated(ClusterConfig, values, Origins("cannot resume with the checkpoint's model"))
+
+
+def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: ClusterConfig) -> None:
+    """Keep the old hosts in their order, and the layers of each chunk, if stages and hosts are those of then."""
+    kept, pipeline = old.get("pipeline", {}), values["pipeline"]
+    hosts = old.get("hosts")
+    if isinstance(given.hosts, list) and isinstance(hosts, list):
+        are_known = all(host in values["hosts"] for host in hosts)
+        if not are_known or ("stages" in given.pipeline.model_fields_set and len(hosts) != pipeline["stages"]):
+            return
+        values["hosts"], pipeline["stages"] = hosts, len(hosts)
+    # a checkpoint of an older version has no chunks
+    if all(pipeline[key] == kept.get(key, 1) for key in ("stages", "chunks")):
+        pipeline |= {key: kept.get(key) for key in ("layers", "first")}

@@ -393,10 +393,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class MeasureCompute:
-    """coordinator → worker: time your parts of the model, and these codecs, all workers at once."""
+    """coordinator → worker: time your parts of the model, and these codecs, all workers at once.
+
+    After `limit_s` seconds, or where more samples take as long each, no larger micro-batch is begun; 0: no limit.
+    """
 
     micro_batches: list[int]
     codecs: list[str]
+    limit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

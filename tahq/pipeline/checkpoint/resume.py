@@ -290,8 +290,9 @@ RULES: Mapping[str, KeyRule] = {
     "training.activation_checkpointing": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.layers": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
-    "pipeline.balance": KeyRule(Verdict.INEXACT, f"the cuts may move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.balance": KeyRule(Verdict.EXACT, "a resumed run is not planned again"),
     "pipeline.chunks": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.first": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
     "pipeline.in_flight": KeyRule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
     "memory.activations": KeyRule(

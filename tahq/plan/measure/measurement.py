@@ -39,6 +39,8 @@ class MeasureRequest:
         parallel: whether pairs of separate machines measure at the same time.
         access: whether each host's uplink and downlink are measured, with all others at once.
         connections: numbers of connections to try on each path, besides one.
+        paths: whether paths are measured.
+        compute_s: seconds after which no worker begins with a larger micro-batch.
     """
 
     micro_batches: tuple[int, ...]
@@ -47,6 +49,8 @@ class MeasureRequest:
     parallel: bool = False
     access: bool = True
     connections: tuple[int, ...] = ()
+    paths: bool = True
+    compute_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ def planned_jobs(
     """Batches of jobs of these workers on their machines, and the pairs that cannot be connected."""
     batches: list[list[Job]] = []
     apart: list[Pair] = []
-    for pairs in measuring_rounds(machines, parallel=request.parallel):
+    for pairs in measuring_rounds(machines, parallel=request.parallel) if request.paths else ():
         ends = {pair: diallers(pair, endpoints) for pair in pairs}
         apart += [pair for pair, end in ends.items() if end is None]
         joined = [end for end in ends.values() if end is not None]

@@ -65,7 +65,10 @@ class CandidateSearch:
         """The best divisions of every promising order and micro-batch size, by their bound."""
         most = min(len(self._hosts), self._model.num_layers)
         sizes = [size for size in stage_counts(most, self._num_stages) if size <= most]
-        orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
+        if self._table.problem.in_order:
+            orders = [self._hosts]
+        else:
+            orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
         found = [
             candidate
             for order in orders

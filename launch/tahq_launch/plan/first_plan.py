@@ -1,0 +1,317 @@
+"""What `tahq-launch` chooses before a run's first step, with `pipeline.balance: measured`, the default.
+
+The workers are started once to measure, unless the cache has the figures of these hosts and this model; then the
+planner chooses what cluster.yaml leaves open: hosts and their order, layers, micro-batch, codecs, and the schedule that
+the run begins with. The result is a configuration in which all of it is set.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tahq import __version__
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
+from tahq.coordinator.schedule_choice import MEMORY_SHARE
+from tahq.data.token_stream import cache_folder
+from tahq.errors import ConfigError, UserError
+from tahq.models.model_spec import ModelSpec
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
+from tahq.plan.measure.measurement import MeasureRequest
+from tahq.plan.planner import Planned, plan
+from tahq.plan.problem import PlanProblem, divisors, named
+from tahq.plan.search.codecs import LADDER
+from tahq.quant import CodecSpec
+from tahq.quant.quality import FLOOR
+from tahq.typed_yaml.mistakes import Origins, validated
+from tahq.worker.assembly import resolved_spec
+from tahq_launch.command_line import announce
+from tahq_launch.plan.command import planned_config
+from tahq_launch.plan.measure import measured, write_numbers
+from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
+from tahq_launch.plan.problem import PlanChoices, problem_of
+from tahq_launch.start.launcher import ORDERLY
+from tahq_launch.start.local_checks import check_reachable
+from tahq_launch.start.prepared_run import StartRequest
+from tahq_launch.start.resolution import resolve_for_run
+from tahq_launch.start.run_folder import RunFolder
+
+COMPUTE_S = 4.0
+"""After so long no worker times a larger micro-batch."""
+STREAM_S = 0.5
+"""Shortest duration of a stream between two hosts."""
+HOLDS_S = {True: 24 * 3600.0, False: 7 * 24 * 3600.0}
+"""How long measurements are used, with paths between hosts and without."""
+_LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
+"""Timed besides those of fewest bits, for all others of the ladders."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPlan:
+    """A configuration without open choices, and lines that say what was chosen, and why."""
+
+    config: ClusterConfig
+    lines: tuple[str, ...]
+
+
+class StoppedError(UserError):
+    """The measurement ended before it was complete; its reason has been printed."""
+
+    def __init__(self, exit_status: int) -> None:
+        super().__init__("the hosts could not be measured; see above")
+        self.exit_status = exit_status  # type: ignore[misc]
+
+
+def planned_start(start: StartRequest, *, measures: bool = True) -> StartRequest:
+    """The start of a new run with everything chosen; unchanged if nothing is open. Errors as of `first_plan`."""
+    given = load_config(start.config_path, start.all_overrides)
+    if measures:
+        check_reachable(given)
+        RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
+    found = first_plan(given, start, measures=measures)
+    return start if found is None else replace(start, planned=found.config, lines=found.lines)
+
+
+def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = True) -> FirstPlan | None:
+    """Choose what a configuration leaves open; None: nothing is open, or this run is not planned.
+
+    Args:
+        given: the configuration as read, so that it is known which keys are set.
+        start: the command line, for the workers that measure.
+        measures: False: only with figures that are known already (for `--dry-run`).
+    """
+    if not _is_open(given):
+        return None
+    config = resolve_for_run(given)
+    spec = resolved_spec(config, None)
+    sizes = _micro_batches(given)
+    found = _given_numbers(given) or _cached(_cache_path(config, sizes), config)
+    if found is None:
+        if not measures:
+            return None
+        found = _measured(config, start, sizes)
+    cluster, origin = found
+    cluster = _completed(config, spec, cluster)
+    problem = _problem(given, config, spec, cluster)
+    try:
+        planned = plan(problem)
+    except UserError as error:
+        return _shallow(config, f"the planner found nothing that fits: {error}")
+    return _chosen(given, config, planned, origin)
+
+
+def _is_open(given: ClusterConfig) -> bool:
+    pipeline = given.pipeline
+    is_planned = pipeline.balance == "measured" and pipeline.layers is None and pipeline.chunks == 1
+    is_started_here = isinstance(given.hosts, str) or all(host.ssh is not None for host in given.hosts)
+    return is_planned and (is_started_here or given.links.measured is not None)
+
+
+def _is_set(section: Any, key: str) -> bool:
+    return key in section.model_fields_set
+
+
+def _micro_batches(given: ClusterConfig) -> tuple[int, ...]:
+    """The sizes to choose from."""
+    training = given.training
+    if _is_set(training, "micro_batch") or training.is_fused or given.model.sleep is not None:
+        return (training.micro_batch,)
+    return divisors(training.global_batch)
+
+
+def _codecs(given: ClusterConfig) -> dict[str, tuple[str, ...]]:
+    """The codecs to choose from by direction, from the most faithful to the floor."""
+    found = {}
+    for direction, spec in given.wire.specs().items():
+        names = (spec,)
+        if not _is_set(given.wire, direction) and given.wire.follow is None:
+            ladder = [str(CodecSpec.parse(rung)) for rung in LADDER[direction]]
+            floor = str(CodecSpec.parse(getattr(FLOOR, direction)))
+            names = (*ladder[: ladder.index(floor) if floor in ladder else None], floor)
+        found[direction] = tuple(dict.fromkeys(str(CodecSpec.parse(name)) for name in names))
+    return found
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def _given_numbers(given: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
+    if given.links.measured is None:
+        return None
+    path = Path(given.links.measured)
+    cluster = read_numbers(path)
+    check_names(given, cluster, path)
+    return cluster, f"figures of {path}"
+
+
+def _cache_path(config: ClusterConfig, sizes: Sequence[int]) -> Path:
+    """The file for the figures of these hosts and this model: whatever they depend on is in its name."""
+    parts = {
+        "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "sizes": list(sizes),
+        **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
+        "training": config.training.model_dump(
+            mode="json", include={"precision", "activation_checkpointing", "optimizer"}
+        ),
+        "run": (config.run.device, config.run.threads),
+        "stages": config.pipeline.stages,
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return cache_folder() / "measured" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.yaml"
+
+
+def _cached(path: Path, config: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
+    """Figures that still hold."""
+    try:
+        age_s = time.time() - path.stat().st_mtime
+        if age_s > HOLDS_S[isinstance(config.hosts, list)]:
+            return None
+        return read_numbers(path), f"measured {_ago(age_s)} ({path})"
+    except (OSError, ConfigError):
+        return None
+
+
+def _ago(age_s: float) -> str:
+    minutes = int(age_s / 60)
+    return f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"
+
+
+def _measured(config: ClusterConfig, start: StartRequest, sizes: Sequence[int]) -> tuple[ClusterNumbers, str]:
+    """Have the workers measure, and keep the figures for the next start."""
+    is_list = isinstance(config.hosts, list)
+    own = () if is_list else ("hosts=local", "links={}")  # on this machine the links are those that are configured
+    codecs = (config.wire.activations, config.wire.gradients, *_LIGHTEST_CODECS)
+    request = MeasureRequest(
+        tuple(sizes),
+        tuple(dict.fromkeys(str(CodecSpec.parse(codec)) for codec in codecs)),
+        seconds=STREAM_S,
+        parallel=True,
+        access=False,
+        paths=is_list,
+        compute_s=COMPUTE_S,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
+    status, cluster = measured(replace(start, overrides=(*start.overrides, *own)), request, folder)
+    if status not in ORDERLY or status > 0 or cluster is None:
+        announce(f"the workers' logs are in {folder}")
+        raise StoppedError(status or 1)
+    shutil.rmtree(folder)
+    path = _cache_path(config, sizes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_numbers(cluster, path, is_complete=True)
+    return cluster, "measured just now"
+
+
+def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers) -> ClusterNumbers:
+    """The figures with a share of the memory left free, and, on this machine, with the configured links."""
+    hosts = [
+        host.model_copy(update={"memory": int(MEMORY_SHARE * host.memory) if host.memory else None})
+        for host in cluster.hosts
+    ]
+    if isinstance(config.hosts, list):
+        return cluster.model_copy(update={"hosts": hosts})
+    configured, _ = estimated_numbers(config, spec)
+    if config.model.sleep is None:  # stages of one machine are equal, whatever their measurements met
+        alike = [_of_one_machine([host.compute for host in hosts])] * len(hosts)
+        hosts = [host.model_copy(update={"compute": compute}) for host, compute in zip(hosts, alike, strict=True)]
+    merged = [
+        host.model_copy(update={"compute": own.compute, "memory": own.memory, "codecs": own.codecs})
+        for host, own in zip(configured.hosts, hosts, strict=True)
+    ]
+    return configured.model_copy(update={"hosts": merged})
+
+
+def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
+    """The medians over workers that measured the same at the same time."""
+    rows = []
+    for times in zip(*hosts, strict=False):
+        values = [each.model_dump() for each in times]
+        keys = {key for key in values[0] if key not in ("micro_batch", "block_activation_bytes")}
+        medians = {key: statistics.median(row[key] for row in values) for key in keys if values[0][key] is not None}
+        rows.append(times[0].model_copy(update=medians))
+    return rows
+
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+def _problem(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers) -> PlanProblem:
+    schedule = config.pipeline.schedule
+    problem = problem_of(config, spec, cluster, PlanChoices(schedules=() if schedule == "auto" else (schedule,)))
+    sizes = _measured_sizes(cluster.hosts) & set(_micro_batches(given))
+    codecs = _codecs(given)
+    may_reorder = config.hosts != "local"
+    may_leave_out = may_reorder and not _is_set(given.pipeline, "stages")
+    return replace(
+        problem,
+        model=replace(problem.model, held={size: held for size, held in problem.model.held.items() if size in sizes}),
+        activations=codecs["activations"],
+        gradients=codecs["gradients"],
+        num_stages=None if may_leave_out else config.pipeline.stages,
+        in_order=not may_reorder,
+        firsts=problem.firsts if not _is_set(given.links, "first") else (config.links.first,),
+    )
+
+
+def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
+    return set.intersection(*({times.micro_batch for times in host.compute} for host in hosts))
+
+
+def _shallow(config: ClusterConfig, why: str) -> FirstPlan:
+    """What needs the least memory: nothing is known to fit, but it may."""
+    pipeline = config.pipeline.model_dump(mode="json")
+    if config.pipeline.schedule == "auto" and config.pipeline.in_flight is None:
+        pipeline["first"] = {"schedule": "1f1b", "in_flight": [1] * config.pipeline.stages}
+    line = f"warning: {why}; beginning with one micro-batch in flight"
+    return FirstPlan(_validated(config.model_dump(mode="json") | {"pipeline": pipeline}), (line,))
+
+
+def _validated(values: dict[str, Any]) -> ClusterConfig:
+    return validated(ClusterConfig, values, Origins("the planned configuration"))
+
+
+def _chosen(given: ClusterConfig, config: ClusterConfig, planned: Planned, origin: str) -> FirstPlan:
+    best, table = planned.best.plan, planned.table
+    done, notes = planned_config(config, table, best)
+    values = done.model_dump(mode="json")
+    if config.pipeline.schedule == "auto":
+        first = {"schedule": best.schedule, "in_flight": list(best.depths) or None}
+        values["pipeline"] |= {"schedule": "auto", "in_flight": given.pipeline.in_flight, "first": first}
+    final = _validated(values)
+    return FirstPlan(final, tuple(_lines(given, final, planned, origin, notes)))
+
+
+def _lines(
+    given: ClusterConfig, final: ClusterConfig, planned: Planned, origin: str, notes: Sequence[str]
+) -> Iterator[str]:
+    best, table = planned.best, planned.table
+    problem, chosen = table.problem, best.plan
+    yield f"planned for {planned.tokens_per_s:,.0f} tokens/s; speeds {origin}"
+    names = named(problem, chosen.hosts)
+    left_out = [host.name for host in problem.cluster.hosts if host.name not in names]
+    if not problem.in_order:
+        without = f", without {', '.join(left_out)}, which would make it slower" if left_out else ""
+        yield f"  hosts {' '.join(names)}{without} (pipeline.stages, pipeline.layers)"
+    yield f"  layers {' '.join(map(str, chosen.layers))} (pipeline.layers)"
+    if not _is_set(given.training, "micro_batch"):
+        yield f"  {chosen.num_micro_batches} micro-batches of {chosen.micro_batch} (training.micro_batch)"
+    if given.pipeline.schedule == "auto":
+        in_flight = " ".join(map(str, best.in_flight))
+        yield f"  schedule {chosen.schedule} at first, in flight {in_flight} (pipeline.schedule, pipeline.in_flight)"
+    if problem.has_choice_of_codecs and chosen.activations:
+        codecs = f"{final.wire.activations} and {final.wire.gradients}"
+        yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"
+    for note in notes if not problem.has_choice_of_codecs else ():
+        yield f"  {note}"
