@@ -79,11 +79,13 @@ def open_hosts(prepared: PreparedRun) -> Iterator[NamespaceHosts]:
     with build_network(network_of(config), backend=backend, option="links.backend", advice=_ADVICE) as network:
         maker = f"made by {network.backend}, TCP is {network.congestion_control}"
         announce(f"network of {config.pipeline.stages} hosts, {maker}; measuring it")
+        begin_s = time.monotonic()
         measured = calibrate(network, pairs=links_of(config), quick=True)
-        _keep(prepared, measured)
+        took_s = round(time.monotonic() - begin_s, 2)
+        _keep(prepared, measured, took_s)
         measured.check()
         found = f"{len(measured.figures)} figures within their bounds" if measured.figures else "it has no links"
-        announce(f"  {found} ({prepared.folder.network.name})")
+        announce(f"  {found}, measured in {took_s:.1f} s ({prepared.folder.network.name})")
         yield NamespaceHosts(network)
 
 
@@ -108,13 +110,13 @@ def links_of(config: ClusterConfig) -> list[tuple[str, str]]:
     return [pair for one, other in chain for pair in ((one, other), (other, one))]
 
 
-def _keep(prepared: PreparedRun, measured: Calibration) -> None:
+def _keep(prepared: PreparedRun, measured: Calibration, took_s: float) -> None:
     """Write network.json; when a run is continued, the earlier file is kept beside it."""
     path, options = prepared.folder.network, prepared.options
     if options.start_step and path.exists():
         path.replace(path.with_name(f"network-until-step-{options.start_step}.json"))
     measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    record = {"measured_at": measured_at, "start": options.epoch, "start_step": options.start_step}
+    record = {"measured_at": measured_at, "took_s": took_s, "start": options.epoch, "start_step": options.start_step}
     text = json.dumps(record | measured.as_dict(), indent=1, allow_nan=False)
     log.info("network: %s", text)
     try:

@@ -18,10 +18,11 @@ def capped(bits_per_s: float) -> Leaf:
     return Leaf(PathShape(rate_bits_per_s=bits_per_s), QUEUE)
 
 
-def test_lossy_paths_carry_single_packets():
+def test_lossy_and_slow_paths_carry_single_packets():
     plan = plan_network(uniform(2, rate=1e8))
     assert egress_tree(plan, "host0").most_segments == 4
     assert egress_tree(plan.with_path("host0", "host1", PathShape(loss=0.01)), "host0").most_segments == 1
+    assert egress_tree(plan_network(uniform(2, rate=5e6)), "host0").most_segments == 1
     assert egress_tree(plan_network(uniform(2)), "host0").most_segments is None
 
 

@@ -38,8 +38,9 @@ from tahq_netem.network.description import NetworkPlan, PathShape, known_host
 _BRIDGE: Final = "switch"
 _FORWARDING: Final = 3
 _FORWARDING_WITHIN_S: Final = 10.0
-_FEWEST_SEGMENTS: Final = 4
+_FEW_SEGMENTS: Final = 4
 _LONGEST_RUN_S: Final = 2e-4
+_LONGEST_SHORT_RUN_S: Final = 1e-3
 _CATCH_UP_S: Final = 1e-3
 _CATCH_UP_NBYTES: Final = 12_500
 """How much a host's shaper may catch up after a late wake-up: 12,500 bytes make a message of 1 MB look 1.2 % faster;
@@ -183,7 +184,7 @@ def _netem_limit(plan: NetworkPlan, source: str, destination: str, queue_nbytes:
 
 
 def _most_segments(plan: NetworkPlan, host: str) -> int | None:
-    """How many packets TCP may hand over as one: one where packets are lost or reordered singly, few at low rates.
+    """How many packets TCP may hand over as one: one at low rates and where packets are lost or reordered singly.
 
     htb releases a packet when its first bit may leave, so a last packet of 64 kB would make a message of 1 MB look 6 %
     faster; very short ones would keep a core busy at high rates.
@@ -193,4 +194,8 @@ def _most_segments(plan: NetworkPlan, host: str) -> int | None:
     if any(path.loss or path.reorder or path.jitter_s for path in paths):
         return 1
     rates = [rate for other in others if (rate := plan.rate_bits_per_s(host, other)) is not None]
-    return max(_FEWEST_SEGMENTS, int(min(rates) * _LONGEST_RUN_S / 8 / FULL_FRAME_NBYTES)) if rates else None
+    if not rates:
+        return None
+    packets_per_s = min(rates) / 8 / FULL_FRAME_NBYTES
+    few = min(_FEW_SEGMENTS, int(packets_per_s * _LONGEST_SHORT_RUN_S))
+    return max(1, few, int(packets_per_s * _LONGEST_RUN_S))

@@ -13,8 +13,6 @@ from itertools import islice, pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 
 from tahq.comm.network_model import transmission_s
 from tahq.plan.problem import PipelinePlan
@@ -163,7 +161,7 @@ class OrderSearch:
         middle_nbytes = self._model.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * (out + back)
         self._fits = middle_nbytes <= table.memory[index]
         """Whether each host has the memory for one block in the middle of a pipeline."""
-        self._tree = linkage(squareform(self._distances, checks=False), "average") if len(hosts) > 2 else None
+        self._tree = _tree_of(self._distances) if len(hosts) > 2 else None
 
     def fastest_alone(self, sizes: Sequence[int]) -> list[Order]:
         """For each number of stages the hosts that are fastest on their own; none where too few have the memory."""
@@ -210,9 +208,11 @@ class OrderSearch:
             yield np.argsort(near, kind="stable")[:size].tolist()
         if self._tree is None or not self._distances.any():
             return
+        from scipy.cluster import hierarchy
+
         heights = np.unique(self._tree[:, 2])
         for height in heights[np.unique(np.linspace(0, len(heights) - 1, _NUM_LEVELS).astype(int))]:
-            groups = fcluster(self._tree, height, "distance")
+            groups = hierarchy.fcluster(self._tree, height, "distance")
             names, counts = np.unique(groups, return_counts=True)
             picked = []
             for name in names[counts >= size]:
@@ -221,6 +221,15 @@ class OrderSearch:
                 if np.isfinite(alone[members]).all():
                     picked.append((float(alone[members].max()), members.tolist()))
             yield from (members for _, members in sorted(picked)[:3])
+
+
+def _tree_of(distances: Array) -> Array:
+    """Hosts that are near each other, grouped by distance."""
+    from scipy.cluster.hierarchy import linkage  # slow to import, and every launcher imports this module
+    from scipy.spatial.distance import squareform
+
+    tree: Array = linkage(squareform(distances, checks=False), "average")
+    return tree
 
 
 def _of_different_sizes(orders: Sequence[Order]) -> list[Order]:
