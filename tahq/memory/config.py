@@ -63,7 +63,7 @@ class QGaLoreConfig(Section):
     scale: float = Field(default=0.25, gt=0)
     """Factor of an update when it is projected back."""
     gap: int = Field(default=200, ge=1)
-    """Steps from one search for a subspace to the next."""
+    """Steps from one search for a subspace to the next, except to the second (`LazyRule.spread`)."""
     max_gap: int | None = Field(default=None, ge=1)
     """Largest gap, however stable the subspace; None: 16 times `gap`."""
     queue: int = Field(default=5, ge=1)

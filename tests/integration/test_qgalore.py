@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from tahq.memory.galore.stored_weight import snapshot_weight
 
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
-# Searches at steps 0, 2 and 4; each is found stable at once, so gaps double.
+# Searches at step 0, then at 2 in the first two layers and at 3 in the others; found stable at once, so gaps double.
 QGALORE = {"optimizer": "qgalore", "qgalore": {"gap": 2, "queue": 1, "threshold": 0.01, "max_gap": 4}, "lr": 3e-3}
 INT8_ENDS = {"qgalore": {**QGALORE["qgalore"], "ends": "int8"}}
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -37,7 +37,7 @@ def test_two_stages_with_split_backward_equal_one_stage(tmp_path, uncut):
 
 
 def test_four_stages_resume_on_one_to_the_bit(tmp_path, uncut):
-    """Stopped after step 3, before a search is due."""
+    """Stopped after three steps, when half of the layers have been searched again."""
     halfway = config(4, steps=3)
     assert train(tmp_path, halfway).losses == uncut.losses[:3]
     run = train(tmp_path, halfway, "--resume", *overrides("training.steps=5", "pipeline.stages=1"))

@@ -188,13 +188,14 @@ def test_a_weight_without_gradient_is_left_alone_and_can_be_saved_and_loaded():
 
 
 OFTEN = {"rule": LazyRule(gap=1, max_gap=4, queue=2, threshold=0.01)}
-CHANGES = [{}, PLAIN, {"weights": "bf16"}, {"rank": 65}, {"svd": "randomised"}, OFTEN]
+LATE = {"rule": LazyRule(gap=5).spread(4, 5)}  # Searches at steps 0 and 7
+CHANGES = [{}, LATE, PLAIN, {"weights": "bf16"}, {"rank": 65}, {"svd": "randomised"}, OFTEN]
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("shape", [(33, 65), (1, 128)], ids=str)
 def test_resuming_from_saved_tensors_is_exact_to_the_bit(shape, changes):
-    """Two micro-batches a step, searches at steps 0, 3, 6 …; saved after step 5, between searches."""
+    """Two micro-batches a step, searches at steps 0, 3, 6 …; saved after five steps, between searches."""
     whole = new_weight(normal(shape), **changes)
     take_steps(whole, range(10), micro_batches=2)
     half = new_weight(normal(shape), **changes)
@@ -204,6 +205,20 @@ def test_resuming_from_saved_tensors_is_exact_to_the_bit(shape, changes):
     resumed.load(saved.__getitem__)
     take_steps(resumed, range(5, 10), micro_batches=2)
     assert_same(resumed, whole)
+
+
+def test_states_from_before_searches_were_spread_go_on_as_they_were():
+    """They have the same form; their gaps say when each search is due."""
+    together = new_weight(normal((33, 65)))
+    take_steps(together, range(2))
+    saved = everything(together)
+    spread = new_weight(normal((33, 65)), rule=LazyRule(gap=3).spread(2, 3))
+    assert spread.subspace.gap == 4
+    spread.load(saved.__getitem__)
+    for weight in (spread, together):
+        take_steps(weight, range(2, 10))
+    assert_same(spread, together)
+    assert spread.subspace.refreshed_at == 9
 
 
 def test_states_of_another_rank_are_refused():
@@ -295,6 +310,12 @@ def test_a_stable_subspace_is_searched_less_and_less_often():
     assert at == [0, 3, 6, 12, 24, 36, 48]
     assert subspace.gap == 12
     assert subspace.num_searches == 7
+
+
+def test_the_first_gap_is_for_the_second_search_only():
+    gradient = low_rank_gradient((8, 6), 2)
+    _, at = searched(LazyRule(gap=4, max_gap=8, queue=2).spread(3, 4), 40, lambda step: gradient)
+    assert at == [0, 6, 10, 18, 26, 34]
 
 
 def test_a_subspace_that_turns_and_a_rule_that_is_not_lazy_keep_the_gap():

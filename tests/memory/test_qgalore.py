@@ -1,5 +1,9 @@
 """Q-GaLore in a model: which layers are covered, what they compute, and how many bytes they take."""
 
+import math
+from collections import Counter
+from itertools import pairwise
+
 import pytest
 import torch
 from support.samples import normal
@@ -8,6 +12,7 @@ from torch import nn
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import LowRankEmbedding, build_low_rank_slice, low_rank_weights
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
+from tahq.memory.galore.subspace import LazyRule
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.export import export_folder
@@ -125,6 +130,38 @@ def test_random_weights_do_not_depend_on_the_cut():
     part = low_rank_weights(low_rank_slice(spec_of("llama"), BlockRange(1, 2, 2), ends="int8"))
     assert "lm_head.weight" in part
     assert all(torch.equal(weight.storage.codes, whole[name].storage.codes) for name, weight in part.items())
+
+
+def searched_at(model, num_steps: int) -> dict[str, list[int]]:
+    """The steps in which each weight of a slice is searched, with random gradients."""
+    weights = low_rank_weights(model)
+    found: dict[str, list[int]] = {name: [] for name in weights}
+    for step in range(num_steps):
+        for name, weight in weights.items():
+            found[name] += [step] if weight.begin(step) else []
+            weight.take(normal(weight.shape, seed=step + 1))
+            weight.apply(step, 0.01, 0.0)
+    return found
+
+
+@pytest.mark.parametrize("gap", [1, 5, 6, 20])
+def test_later_searches_are_spread_evenly_over_the_steps_and_do_not_depend_on_the_cut(gap):
+    """14 matrices: several, or less than one, in a step."""
+    rule = LazyRule(gap=gap, is_lazy=False)
+    found = searched_at(low_rank_slice(spec_of("llama"), rule=rule), 1 + 5 * gap // 2)
+    for steps in found.values():
+        assert steps[0] == 0
+        assert gap / 2 <= steps[1] <= 3 * gap / 2
+        assert {after - before for before, after in pairwise(steps[1:])} <= {gap}
+    per_step = Counter(step for steps in found.values() for step in steps)
+    assert per_step.pop(0) == len(found)
+    even = range(gap // 2 + 1, 1 + 5 * gap // 2)
+    assert per_step.keys() <= set(even)
+    assert all(per_step[step] in (len(found) // gap, math.ceil(len(found) / gap)) for step in even)
+    for block in (0, 1):
+        part = low_rank_slice(spec_of("llama"), BlockRange(block, block + 1, 2), rule=rule)
+        alone = searched_at(part, 1 + 5 * gap // 2)
+        assert alone == {name: found[name] for name in alone}
 
 
 @pytest.mark.parametrize(("family", "ends"), [("gpt2", "fp32"), ("llama", "int8")])

@@ -108,6 +108,23 @@ def test_weights_and_states_are_those_of_an_update_after_the_backward(batches, s
     assert [name for name in after if not torch.equal(within[name], after[name])] == []
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_searches_report_progress_in_a_step_with_many(fused):
+    module, update = stage(TrainingConfig(**ALONE | {"qgalore": {"fused": fused, "gap": 2}}))
+    reports: list[tuple[int, int]] = []
+    update.on_search = lambda searched, due: reports.append((searched, due))
+    for step, expected in enumerate(([(index + 1, 14) for index in range(14)], [], [])):  # 7 of 14 at step 2
+        backward(module, update, step)
+        update.apply(step, 1.0)
+        assert reports == expected
+        reports.clear()
+    assert sorted(weight.subspace.num_searches for weight in projected(module)) == [1] * 7 + [2] * 7
+
+
+def projected(module):
+    return [weight for weight in low_rank_weights(module).values() if weight.subspace is not None]
+
+
 def test_a_gradient_that_comes_past_the_hooks_is_an_internal_error_and_takes_no_step():
     """A split backward, which computes weight gradients later, would cause it."""
     module, update = stage(TrainingConfig(**ALONE | {"qgalore": {"fused": True, "ends": "fp32"}}))

@@ -9,7 +9,7 @@ Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `at
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +153,10 @@ class Covered:
 
 
 def covered_layers(model: ModelSlice, settings: LowRankSettings) -> dict[str, Covered]:
-    """The layers whose weights are covered, by the canonical name of the weight."""
+    """The layers whose weights are covered, by the canonical name of the weight.
+
+    A matrix's place among all of the model's comes from its block and its position there, not from the slice.
+    """
     layout = model.spec.layout
     ends = () if settings.ends == "fp32" else (layout.embedding_weight, HEAD_WEIGHT)
     covered = {}
@@ -163,6 +166,11 @@ def covered_layers(model: ModelSlice, settings: LowRankSettings) -> dict[str, Co
             covered[name] = Covered(module, settings.of_ends())
         elif is_linear and path.startswith(f"{layout.trunk}.{layout.blocks}."):
             covered[name] = Covered(module, settings)
+    for block in model.parts.blocks:
+        names = [name for name in covered if name.startswith(f"{layout.trunk}.{layout.blocks}.{block}.")]
+        for place, name in enumerate(names, start=block * len(names)):
+            rule = settings.rule.spread(place, len(names) * model.spec.num_layers)
+            covered[name] = Covered(covered[name].layer, replace(settings, rule=rule))
     return covered
 
 

@@ -8,7 +8,9 @@ first.
     m < n:  R = P·G   [r, n],  back  Pᵀ·R
 
 The basis is searched anew every `gap` steps. If the leading vector has stayed similar, |cos| ≥ threshold, in each of
-the last `queue` searches, the gap doubles, up to a limit. The sign of a singular vector is arbitrary, hence |cos|; the
+the last `queue` searches, the gap doubles, up to a limit. All matrices are searched in the first step; the second
+search of each is due half a gap to one and a half gaps later, by its place in the model, so that each later step has
+about an equal share of the searches (`LazyRule.spread`). The sign of a singular vector is arbitrary, hence |cos|; the
 authors' code has cos, and takes half of the stable layers for unstable. Only the leading vector is compared, as in
 their code: later ones have nearly equal singular values and rotate among themselves while the subspace stays.
 
@@ -24,7 +26,7 @@ Source: GaLore (Zhao et al. 2024) Alg. 1; Q-GaLore §3.2 and §3.3.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -167,7 +169,7 @@ class LazyRule:
     """How often a basis is searched.
 
     `gap`: initial steps between searches; `max_gap`: their limit. `queue` similarities in a row of at least `threshold`
-    double the gap; `is_lazy` False: never.
+    double the gap; `is_lazy` False: never. `first_gap`: steps from the first search to the second; None: `gap`.
     """
 
     gap: int = 200
@@ -175,6 +177,15 @@ class LazyRule:
     queue: int = 5
     threshold: float = 0.4
     is_lazy: bool = True
+    first_gap: int | None = None
+
+    def spread(self, place: int, count: int) -> "LazyRule":
+        """The rule of matrix `place` of the model's `count`: its second search is half to one and a half gaps later.
+
+        The mean stays `gap`, as in the papers, so the number of searches does too, and no two bases are compared that
+        are less than half a gap apart.
+        """
+        return replace(self, first_gap=self.gap // 2 + 1 + self.gap * place // count)
 
     def next_gap(self, gap: int, similarities: Sequence[float]) -> int:
         """Steps until the next search.
@@ -197,7 +208,7 @@ class LazySubspace:
     def __init__(
         self, shape: tuple[int, int], device: torch.device, kind: ProjectionType, rule: LazyRule, svd: SvdMethod
     ) -> None:
-        self.gap = rule.gap
+        self.gap = rule.first_gap or rule.gap
         self.refreshed_at = _NEVER  # Step of the last search; -1: there has been none
         self.num_searches = 0
         self._rule, self._svd, self._rank = rule, svd, shape[0]
@@ -236,7 +247,8 @@ class LazySubspace:
         if self.refreshed_at != _NEVER:
             cosine = similarity(self._kept.decoded(torch.float32), self._found.decoded(torch.float32))
             self._similarities = [*self._similarities, cosine][-self._rule.queue :]
-            self.gap = self._rule.next_gap(self.gap, self._similarities)
+            gap = self._rule.gap if self.num_searches == 1 else self.gap
+            self.gap = self._rule.next_gap(gap, self._similarities)
         for name, tensor in self._kept.tensors().items():
             tensor.copy_(self._found.tensors()[name])
         self.refreshed_at, self._found = step, None
