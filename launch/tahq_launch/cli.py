@@ -21,6 +21,7 @@ from tahq_launch.command_line import (
     Overrides,
     Resume,
     log_to_stderr,
+    progress_of,
     report_error,
     run_app,
 )
@@ -64,7 +65,7 @@ def launch(
 
         config = resolve_for_run(load_config(cluster_yaml, overrides or ()))
         check_local(config)
-        print(describe(config))
+        print(describe(config, progress_of("estimating memory")))
         return 0
 
 
