@@ -55,6 +55,10 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
     return config.min_lr if progress >= 1 else max(config.min_lr, rate)
 
 
+FEW_SEARCHES = 8
+"""Searches for subspaces that a step may have without reporting progress."""
+
+
 class StageUpdate:
     """Updates the weights of one stage: optimizer, clipping and learning rate.
 
@@ -93,9 +97,17 @@ class StageUpdate:
         self._gradient_scale = gradient_scale or 1.0
         self._is_fused = config.is_fused and gradient_scale is not None
         self._step = 0
+        self.on_search: Callable[[int, int], None] | None = None
+        """Called with (subspaces searched, subspaces due) after each search of a step with more than a few.
+
+        The backward searches, so the caller is autograd's thread on CUDA.
+        """
+        self._num_searched = self._num_due = 0
         self._squares: list[torch.Tensor] = []
         """‖g‖² of the weights that have taken their step within the backward."""
         self.optimizer = build_optimizer(config, self._parameters, decayed)
+        for weight in self._low_rank.values():
+            weight.on_search = self._count_search
         if self._is_fused:
             for parameter in self._parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
@@ -104,9 +116,8 @@ class StageUpdate:
 
     def begin(self, step: int) -> None:
         """Gradients from now on belong to this step."""
-        self._step, self._squares = step, []
-        for weight in self._low_rank.values():
-            weight.begin(step)
+        self._step, self._squares, self._num_searched = step, [], 0
+        self._num_due = sum(weight.begin(step) for weight in self._low_rank.values())
 
     def squared_norms(self) -> list[float]:
         """‖g‖² in fp64 of each parameter, for PREPARE; for low-rank weights, of the projected gradient."""
@@ -157,6 +168,11 @@ class StageUpdate:
 
     def _gradient_holders(self) -> list[HoldsGradient]:
         return [*self._parameters.values(), *self._low_rank.values()]
+
+    def _count_search(self) -> None:
+        self._num_searched += 1
+        if self.on_search is not None and self._num_due > FEW_SEARCHES:
+            self.on_search(self._num_searched, self._num_due)
 
     def _step_alone(self, holder: torch.Tensor | LowRankWeight) -> None:
         """Within the backward: the step of one weight, a low-rank one or the only parameter that has a gradient."""

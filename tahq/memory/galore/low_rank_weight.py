@@ -91,6 +91,8 @@ class LowRankWeight:
         """Sum of the step's projected gradients so far, fp32, or None before the first."""
         self.on_gradient: Callable[[LowRankWeight], None] | None = None
         """Called after each micro-batch's gradient, where the update does not wait for COMMIT."""
+        self.on_search: Callable[[], None] | None = None
+        """Called after each search for a subspace."""
         self.settings = settings
         self._drawn_as = drawn_as or name
         rank, smaller = rank_of(shape, settings.rank), min(shape)
@@ -119,9 +121,10 @@ class LowRankWeight:
         found = self.subspace.found_nbytes if self.subspace is not None else 0
         return found + (self.grad.nbytes if self.grad is not None else 0)
 
-    def begin(self, step: int) -> None:
-        """Begin a step: later gradients belong to it."""
+    def begin(self, step: int) -> bool:
+        """Begin a step: later gradients belong to it. Returns whether a search for a subspace is due."""
         self._step = step
+        return self.subspace is not None and self.subspace.is_due(step)
 
     @torch.no_grad()
     def take(self, gradient: torch.Tensor) -> None:
@@ -143,6 +146,8 @@ class LowRankWeight:
             return gradient
         if self.grad is None and self.subspace.is_due(self._step):
             self.subspace.search(gradient, derive_seed(self.settings.seed, "subspace", self.name, self._step))
+            if self.on_search is not None:
+                self.on_search()
         basis = self.subspace.basis(gradient.dtype)
         if basis is None:
             return torch.full(self.low_shape, torch.nan, device=gradient.device)
