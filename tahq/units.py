@@ -110,6 +110,18 @@ def format_size(nbytes: float) -> str:
     return _format(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
 
 
+def counted(working: Callable[[str], None], activity: str, total_nbytes: int) -> Callable[[int], None]:
+    """A function that adds up bytes and reports them: ``loading weights, 3.1 GB of 12.4 GB``."""
+    total, done = format_size(total_nbytes), 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        working(f"{activity}, {format_size(done)} of {total}")
+
+    return add
+
+
 def format_rate(bits_per_s: float) -> str:
     """``95.6 Mbit/s``: decimal units, three significant digits."""
     return _format(bits_per_s, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)), "bit/s")

@@ -21,6 +21,7 @@ from tahq_launch.command_line import (
     Overrides,
     Resume,
     log_to_stderr,
+    progress_of,
     report_error,
     run_app,
 )
@@ -68,7 +69,8 @@ def launch(
         start = planned_start(start, measures=False)
         config = resolve_for_run(start.planned or load_config(cluster_yaml, overrides or ()))
         check_local(config)
-        print("\n\n".join(("\n".join(start.lines), describe(config)) if start.lines else (describe(config),)))
+        text = describe(config, progress_of("estimating memory"))
+        print("\n".join((*start.lines, "", text)) if start.lines else text)
         return 0
 
 

@@ -10,14 +10,16 @@ import errno
 import logging
 import os
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from tahq.errors import TahqError, UserError, brief, message_of
+from tahq.observe import figures
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CLUSTER.YAML", help="Configuration of the run, e.g. launch/examples/demo.yaml.")
@@ -103,6 +105,20 @@ def log_to_stderr(level: int, *, is_log: bool) -> None:
 def announce(line: str) -> None:
     """Print a line without buffering, also into a pipe."""
     print(line, flush=True)
+
+
+def progress_of(
+    work: str, stream: TextIO | None = None, silence: figures.Silence | None = None
+) -> Callable[[float], None]:
+    """A function of the share that is done; while the work takes long, it prints ``planning: 34 %, 12 s so far``."""
+    stream, silence, begun_s = stream or sys.stderr, silence or figures.Silence(), time.monotonic()
+
+    def progress(share: float) -> None:
+        if silence.is_overdue():
+            so_far = figures.duration(round(time.monotonic() - begun_s))
+            print(f"{work}: {figures.share(share)}, {so_far} so far", file=stream, flush=True)
+
+    return progress
 
 
 def check_writable(path: Path) -> None:

@@ -15,7 +15,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -200,11 +200,13 @@ def build_slice(
     device: torch.device | str,
     random: RandomContext,
     weights: bool = True,
+    filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
     """Build a stage's slice, or any parts of a model, in fp32 on `device`.
 
     Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
-    `weights` False leaves them uninitialised, to be read from a checkpoint.
+    `weights` False leaves them uninitialised, to be read from a checkpoint. `filled` is called with the number of
+    elements of each parameter that has its values.
 
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
@@ -212,19 +214,25 @@ def build_slice(
     model = ModelSlice(spec, blocks, random)
     model.materialise(torch.device(device))
     if weights:
-        fill_weights(spec, model.canonical_parameters(), seed)
+        fill_weights(spec, model.canonical_parameters(), seed, filled)
     return model
 
 
-def fill_weights(spec: ModelSpec, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
+def fill_weights(
+    spec: ModelSpec,
+    parameters: Mapping[str, torch.Tensor],
+    seed: int,
+    filled: Callable[[int], None] = lambda numel: None,
+) -> None:
     """Fill parameters, by canonical name, from the spec's folder or at random; a tied head gets the embedding."""
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
     if spec.folder is not None:
-        FolderWeights.find(spec.folder, spec.layout.trunk).read_into(parameters, sources)
+        FolderWeights.find(spec.folder, spec.layout.trunk).read_into(parameters, sources, filled)
         return
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(random_weight(spec, sources.get(name, name), parameter.shape, seed))
+            filled(parameter.numel())
 
 
 def random_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ because unpickling runs code from the file.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,17 @@ class FolderWeights:
             )
         raise ModelError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
-    def read_into(self, parameters: Mapping[str, torch.Tensor], sources: Mapping[str, str]) -> None:
+    def read_into(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        sources: Mapping[str, str],
+        filled: Callable[[int], None] = lambda numel: None,
+    ) -> None:
         """Copy tensors from the files, one at a time, into `parameters`, by canonical name, of any dtype and device.
 
-        `sources`: canonical name -> canonical name to read instead (a tied head reads the embedding). ModelError if a
-        tensor is missing, has another shape, or does not hold floats.
+        `sources`: canonical name -> canonical name to read instead (a tied head reads the embedding). `filled` is
+        called with the number of elements of each tensor that has been read. ModelError if a tensor is missing, has
+        another shape, or does not hold floats.
         """
         by_file: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for name in parameters:
@@ -84,6 +90,7 @@ class FolderWeights:
             with _opened(self.folder / file) as handle:
                 for name, stored in names:
                     _copy(handle, stored, parameters[name], self.folder / file)
+                    filled(parameters[name].numel())
 
     def _stored_name(self, name: str) -> str:
         for candidate in (name, name.removeprefix(f"{self.trunk}.")):

@@ -1,6 +1,8 @@
 """Numbers as people read them."""
 
 import math
+import time
+from collections.abc import Callable
 
 from tahq.coordinator.observer import LinkRecord
 from tahq.units import format_rate
@@ -13,6 +15,28 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Silence:
+    """The time since anything was printed: overdue after 5 s, then after 10, 20 and every 30 s more."""
+
+    FIRST_S, LONGEST_S = 5.0, 30.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.end()
+
+    def end(self) -> None:
+        """Something was printed."""
+        self._since_s, self._gap_s = self._clock(), self.FIRST_S
+
+    def is_overdue(self) -> bool:
+        """Whether to print how far the work is; if so, the next time is later."""
+        now_s = self._clock()
+        if now_s - self._since_s < self._gap_s:
+            return False
+        self._since_s, self._gap_s = now_s, min(2 * self._gap_s, self.LONGEST_S)
+        return True
 
 
 def loss(value: float) -> str:

@@ -27,7 +27,8 @@ from tahq.coordinator.observer import (
     StepRecord,
     ValidationRecord,
 )
-from tahq.errors import UserError
+from tahq.coordinator.seats import stage_list
+from tahq.errors import UserError, brief
 from tahq.observe import figures
 from tahq.observe.bottleneck import WireFacts
 from tahq.observe.metrics import MetricsFile
@@ -179,7 +180,7 @@ class Announcer(RunObserver):
 
 
 class PlainLines(Announcer):
-    """Writes a line per event: no colour, no cursor."""
+    """Writes a line per event, and while there is none, lines with what the stages do: no colour, no cursor."""
 
     def __init__(self, stream: TextIO, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(history, clock)
@@ -187,6 +188,9 @@ class PlainLines(Announcer):
         self._state = self._printed = ("", "")
         self._printed_s = 0.0
         self._devices: dict[int, str] = {}
+        self._silence = figures.Silence(clock)
+        self._begun_s = clock()
+        """When the step or the phase began."""
 
     def opened(self, header: RunHeader) -> None:
         """Print the header."""
@@ -195,6 +199,8 @@ class PlainLines(Announcer):
 
     def phase_changed(self, phase: str, detail: str) -> None:
         """Print the phase if it changed."""
+        if phase != self._state[0]:
+            self._begun_s = self._clock()
         self._state = (phase, detail)
         self._print_state()
 
@@ -202,9 +208,11 @@ class PlainLines(Announcer):
         """Print a stage's worker once its device is known."""
         if status.device and self._devices.get(status.stage) != status.device:
             self._devices[status.stage] = status.device
-            where = f"{status.host}, pid {status.pid}, {status.device}"
-            self.announce(f"stage {status.stage}: {where}, {status.num_parameters:,} parameters")
+            size = f", {status.num_parameters:,} parameters" if status.num_parameters else ""
+            self.announce(f"stage {status.stage}: {status.host}, pid {status.pid}, {status.device}{size}")
         self._print_state()
+        if self._silence.is_overdue():
+            self._print(progress_line(self._history, self._clock() - self._begun_s))
 
     def stage_left(self, stage: int) -> None:
         """Announce the next worker of this stage again."""
@@ -212,6 +220,7 @@ class PlainLines(Announcer):
 
     def step_committed(self, record: StepRecord) -> None:
         """Print a step, unless steps are fast."""
+        self._begun_s = self._clock()
         always = record.skipped or record.step in (1, self._history.total_steps) or record.step % EVERY == 0
         if self._is_due(0.0 if always else QUIET_S):
             self.announce(step_line(record, self._history))
@@ -227,7 +236,22 @@ class PlainLines(Announcer):
 
     def announce(self, line: str) -> None:
         """Print a line."""
+        self._print(line)
+        self._silence.end()
+
+    def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
+
+
+def progress_line(history: RunHistory, lasts_s: float) -> str:
+    """``step 3, 12 s so far: stage 0: searching subspaces, 40/224; stages 1, 2: micro-batch 5/16 forward``."""
+    doing: dict[str, list[int]] = {}
+    for number, stage in sorted(history.stages.items()):
+        doing.setdefault(brief(stage.activity), []).append(number)
+    step = 1 + max((stage.step for stage in history.stages.values()), default=-1)
+    work = f"step {step}" if history.phase == "training" and step else history.phase
+    stages = "; ".join(f"{stage_list(numbers)}: {activity}" for activity, numbers in doing.items())
+    return f"{work}, {figures.duration(round(lasts_s))} so far: {stages}"
 
 
 def step_line(record: StepRecord, history: RunHistory) -> str:

@@ -59,11 +59,6 @@ class CodecTable:
             get_codec(spec, backend=wire.backend, threads=wire.threads) for spec in specs
         )
 
-    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Compile or load every kernel for tensors of this shape; CodecError if a codec or backend cannot take them."""
-        for codec in self.codecs:
-            codec.prepare(shape, dtype, device)
-
     @property
     def stateful(self) -> dict[Direction, AqsgdCodec]:
         """By direction, the codec that remembers samples, where there is one."""

@@ -265,15 +265,22 @@ class StageEngine:
 
     # -- evaluation ------------------------------------------------------------------------------
 
-    def evaluate(self, step: int, num_batches: int) -> EvaluationResult | None:
-        """Validation loss of the current weights, with the wire's codecs and with raw ones; on the last stage."""
-        loss_sum, tokens = self._validate(Purpose.EVAL, step, num_batches)
-        raw_loss_sum, _ = self._validate(Purpose.EVAL_RAW, step, num_batches)
+    def evaluate(
+        self, step: int, num_batches: int, working: Callable[[str], None] = lambda activity: None
+    ) -> EvaluationResult | None:
+        """Validation loss of the current weights, with the wire's codecs and with raw ones; on the last stage.
+
+        `working` is called with the micro-batch that is computed.
+        """
+        loss_sum, tokens = self._validate(Purpose.EVAL, step, num_batches, working)
+        raw_loss_sum, _ = self._validate(Purpose.EVAL_RAW, step, num_batches, working)
         has_loss = any(chunk.outgoing is None for chunk in self.chunks.values())
         return EvaluationResult(tokens, loss_sum, raw_loss_sum) if has_loss else None
 
     @torch.no_grad()
-    def _validate(self, purpose: Purpose, step: int, num_batches: int) -> tuple[float, int]:
+    def _validate(
+        self, purpose: Purpose, step: int, num_batches: int, working: Callable[[str], None]
+    ) -> tuple[float, int]:
         """Summed loss and tokens of the validation batches, as far as this stage knows them."""
         count = self.shape.num_micro_batches
         for chunk in self.chunks.values():
@@ -282,11 +289,12 @@ class StageEngine:
                 for index in range(num_batches * count):
                     id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
                     chunk.incoming.post(id, self.shape.boundary)
-        loss_sum, tokens = 0.0, 0
+        loss_sum, tokens, activity = 0.0, 0, "evaluating" if purpose is Purpose.EVAL else "evaluating without codecs"
         for number in range(num_batches):
             batch = self.batches.validation(number) if self.batches is not None else None
             tokens += batch.num_tokens if batch is not None else 0
             for index in range(number * count, (number + 1) * count):
+                working(f"{activity}, micro-batch {index + 1}/{num_batches * count}")
                 loss_sum += self._validate_micro_batch(purpose, step, index, batch)
         return loss_sum, tokens
 

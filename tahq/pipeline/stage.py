@@ -126,8 +126,10 @@ class Stage:
             lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else InlineLanes(),
         )
 
-    def prepare(self) -> None:
+    def prepare(self, working: Callable[[str], None] = lambda activity: None) -> None:
         """Compile or load the kernels of the codecs on this stage's cuts, so that no step waits for that.
+
+        `working` is called with the codec that is prepared.
 
         Raises:
             ConfigError: a codec does not support the model's channels, or its backend not the device.
@@ -136,7 +138,10 @@ class Stage:
             return
         begin_s = time.perf_counter()
         try:
-            CodecTable(self.plan.wire).prepare(self._shape.boundary, BOUNDARY_DTYPE, self._device)
+            codecs = CodecTable(self.plan.wire).codecs
+            for number, codec in enumerate(codecs, start=1):
+                working(f"compiling kernels, codec {number}/{len(codecs)}")
+                codec.prepare(self._shape.boundary, BOUNDARY_DTYPE, self._device)
         except CodecError as error:
             raise ConfigError(f"stage {self.plan.stage}: wire: {error}") from error
         log.info("codecs ready in %.2f s", time.perf_counter() - begin_s)

@@ -16,7 +16,7 @@ from tahq.comm.network_model import transmission_s
 from tahq.errors import UserError
 from tahq.plan.prediction import Prediction, is_long, predict, step_time_s
 from tahq.plan.problem import PipelinePlan, PlanProblem
-from tahq.plan.search.candidates import CandidateSearch
+from tahq.plan.search.candidates import CandidateSearch, Progress
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations
 from tahq.plan.search.stages import StageCosts, depth_profiles
@@ -72,8 +72,13 @@ class Planned:
         return self.table.problem.tokens_per_step() / self.step_s
 
 
-def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
+def plan(
+    problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS, progress: Progress = lambda share: None
+) -> Planned:
     """Find the best plan; more `budget_actions`, the actions that may be simulated, take longer and miss less.
+
+    `progress` is called with about the share that is done: half is for orders of hosts and half for simulations, or
+    with replicas a quarter each.
 
     Raises:
         UserError: no choice of hosts has the memory for the model, or working paths between them; there are
@@ -81,15 +86,21 @@ def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
     """
     _check_counts(problem)
     table = ClusterTable(problem)
-    simulations = Simulations(table, budget_actions)
-    ranked = Search(simulations, range(table.num_hosts)).run()
+    alone = 1.0 if problem.max_replicas == 1 else 0.5
+    simulations = Simulations(table, budget_actions, _part(progress, alone / 2, alone))
+    ranked = Search(simulations, range(table.num_hosts), progress=_part(progress, 0.0, alone / 2)).run()
     if not ranked:
         raise UserError(_why_nothing_fits(table))
     best = _best_in_pieces(simulations, ranked)
     _check_paths(table, best.plan)
-    replicas = _replicas(table, best.plan) if problem.max_replicas > 1 else None
+    replicas = _replicas(table, best.plan, progress) if problem.max_replicas > 1 else None
     others = tuple(each for each in simulations.ranked() if each != best.plan)
     return Planned(table, best, others, replicas, len(simulations.times_s))
+
+
+def _part(progress: Progress, begin: float, end: float) -> Progress:
+    """Progress of one part of the work, from `begin` to `end` of the whole."""
+    return lambda share: progress(begin + (end - begin) * share)
 
 
 def _best_in_pieces(simulations: Simulations, ranked: Sequence[PipelinePlan]) -> Prediction:
@@ -142,7 +153,7 @@ def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
 # -- replicas ------------------------------------------------------------------------------------
 
 
-def _replicas(table: ClusterTable, first: PipelinePlan) -> Replicas | None:
+def _replicas(table: ClusterTable, first: PipelinePlan, progress: Progress) -> Replicas | None:
     """More pipelines from the remaining hosts, for as long as they make the whole faster."""
     plans, best = [first], _combined(table, [first])
     while best is not None and len(plans) < table.problem.max_replicas:
@@ -150,7 +161,9 @@ def _replicas(table: ClusterTable, first: PipelinePlan) -> Replicas | None:
         free = [host for host in range(table.num_hosts) if host not in used]
         if len(free) < first.num_stages:
             break
-        found = Search(Simulations(table, BUDGET_ACTIONS // 20), free, like=first).run()
+        each = 0.5 / (table.problem.max_replicas - 1)
+        part = _part(progress, 0.5 + each * (len(plans) - 1), 0.5 + each * len(plans))
+        found = Search(Simulations(table, BUDGET_ACTIONS // 20), free, like=first, progress=part).run()
         together = _combined(table, [*plans, found[0]]) if found else None
         if together is None or together.step_s >= best.step_s:
             break

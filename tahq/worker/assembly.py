@@ -7,7 +7,7 @@ configuration only, `connect` needs the plan and the transports.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import SleepingSlice
-from tahq.models.slice import ModelSlice, Parts, build_slice
+from tahq.models.slice import ModelSlice, Parts, build_slice, slice_parameters
 from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
 from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of
@@ -39,6 +39,7 @@ from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan
+from tahq.units import counted
 
 # -- one machine, by the configuration -------------------------------------------------------------------
 
@@ -101,17 +102,18 @@ def chunk_module(
     device: torch.device,
     random: RandomContext,
     weights: bool = True,
+    filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
     """The module of one chunk: a slice of the model, or under `model.sleep` a slice that only takes time.
 
-    `weights` False leaves them uninitialised, for a checkpoint to fill.
+    `weights` False leaves them uninitialised, for a checkpoint to fill; `filled` as of `build_slice`.
     """
     blocks = block_ranges(config, spec)[chunk]
     if config.model.sleep is not None:
         whole_s = config.model.sleep.of(chunk % config.pipeline.stages)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    return _slice(config, spec, blocks, device, random, weights)
+    return _slice(config, spec, blocks, device, random, weights, filled)
 
 
 def random_parts(config: ClusterConfig, spec: ModelSpec, parts: Parts, device: torch.device) -> ModelSlice:
@@ -126,12 +128,11 @@ def _slice(
     device: torch.device,
     random: RandomContext,
     weights: bool,
+    filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
-    if settings is None:
-        module = build_slice(spec, blocks, seed=seed, device=device, random=random, weights=weights)
-    else:
-        module = build_low_rank_slice(spec, blocks, settings, seed=seed, device=device, random=random, weights=weights)
+    build = build_slice if settings is None else partial(build_low_rank_slice, settings=settings)
+    module = build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
     keep_as_configured(config, module)
     return module
 
@@ -196,11 +197,20 @@ class Assembly:
         spec = resolved_spec(config, data.tokenizer.vocab_size if data is not None else None)
         _check_room(config, spec, stage)
         folder = Path(config.run.dir) / config.run.name / assign.snapshot
-        reader = SnapshotReader(folder, assign.snapshot_files) if assign.snapshot else None
+        reader = SnapshotReader(folder, assign.snapshot_files, working) if assign.snapshot else None
         random = RandomContext(config.run.seed)
+        chunks, ranges = range(stage, config.pipeline.num_chunks, stages), block_ranges(config, spec)
+        num_weights = sum(shape.numel() for c in chunks for shape in slice_parameters(spec, ranges[c]).values())
+        filled = counted(working, "building the model" if spec.folder is None else "loading weights", 4 * num_weights)
         modules = {
-            chunk: chunk_module(config, spec, chunk, device=device, random=random, weights=reader is None)
-            for chunk in range(stage, config.pipeline.num_chunks, stages)
+            chunk: chunk_module(
+                *(config, spec, chunk),
+                device=device,
+                random=random,
+                weights=reader is None,
+                filled=lambda numel: filled(4 * numel),
+            )
+            for chunk in chunks
         }
         return cls(assign, config, device, modules, data, reader)
 

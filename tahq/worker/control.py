@@ -222,6 +222,8 @@ class WorkerTraining:
         self._config = config = assembly.config
         self._run_folder = Path(config.run.dir) / config.run.name
         self._writer = SnapshotWriter(self._write_snapshot, config.run.snapshot_buffers, stage.stopwatch)
+        self._is_saving = False
+        """Whether the steps wait for a checkpoint."""
         self._last_checkpoint: int | None = None
         """Steps behind the run's last checkpoint, which waits for room on a full disk; None: it is not due yet."""
         self._complete_snapshot = assembly.assign.start_step
@@ -243,7 +245,7 @@ class WorkerTraining:
             reached(fault_points.BEFORE_PREPARE, stage=control.stage, step=step)
             control.send(self._prepare(step, result))
             reached(fault_points.PREPARED, stage=control.stage, step=step)
-            control.working("commit")
+            control.working("waiting for the commit")
             commit = self._await_commit(step)
             control.num_decided = step + 1
             reached(fault_points.COMMITTING, stage=control.stage, step=step)
@@ -299,6 +301,7 @@ class WorkerTraining:
 
     def _carry_out(self, commit: Commit) -> None:
         stage = self._stage
+        self._control.working("updating weights")
         with stage.stopwatch.measure("optimizer"):
             if commit.apply:
                 stage.update.apply(commit.step, commit.clip_factor)
@@ -308,8 +311,7 @@ class WorkerTraining:
         stage.use_codecs(commit.step + 1, commit.codecs)
         stage.use_schedule(commit.schedule, commit.depths)
         if commit.evaluate:
-            self._control.working("evaluate")
-            sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches)
+            sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches, self._control.working)
             if sums is not None:
                 self._control.send(Evaluated(commit.step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))
             self._meter.begin(commit.step + 1)
@@ -331,6 +333,7 @@ class WorkerTraining:
     def _snapshot(self, commit: Commit) -> None:
         """Have a due checkpoint written; after the last step, return when all are written and reported."""
         self._complete_snapshot = commit.complete_snapshot
+        self._is_saving = True
         if commit.snapshot:
             self._control.working("checkpoint")
             # nothing changes after the last step, and state that memory has no room for cannot be copied
@@ -339,6 +342,12 @@ class WorkerTraining:
             self._writer.take(commit.step + 1, self._stage.tensors(), copy=copy)
         if commit.stop:
             self._writer.finish()
+        self._is_saving = False
+
+    def _report_saving(self, activity: str) -> None:
+        """Called in any thread."""
+        if self._is_saving:
+            self._control.working(activity)
 
     def _write_snapshot(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write this stage's part of the checkpoint after `step` steps and report it, a failure too; in any thread.
@@ -347,7 +356,7 @@ class WorkerTraining:
         """
         number, snapshots = self._control.stage, snapshots_folder(self._config)
         folder = snapshot_folder(snapshots, step)
-        write = partial(write_stage, folder, number, tensors, self._assembly.meta(step))
+        write = partial(write_stage, folder, number, tensors, self._assembly.meta(step), self._report_saving)
         try:
             is_last = step == self._last_checkpoint
             written = wait_for_room(write, self._config.run.give_up, self._wait_for_room) if is_last else write()

@@ -65,6 +65,12 @@ from tahq.worker.measuring import measure
 
 log = logging.getLogger(__name__)
 _POINTS = (fault_points.BACKWARD, fault_points.FORWARD)
+_WORK = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradients",
+}
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -109,6 +115,7 @@ class Worker:
         """The coordinator's; None before it has arrived."""
         self.device: torch.device | None = None
         """Where this stage computes; None before that is known."""
+        self._num_micro_batches, self._has_chunks = 0, False
         self._endpoint: ZmqEndpoint | None = None
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
@@ -139,8 +146,8 @@ class Worker:
             return control.receive(Bye).exit_status  # or StartOverError, at an older checkpoint
         assembly = Assembly.build(assign, config, device, control.working)
         self._links = links = WorkerLinks(endpoint, assign.stage, control.send)
-        control.working("waiting for the others")
         control.send(assembly.greeting(endpoint.address, endpoint.address if config.run.copies else ""))
+        control.working("waiting for the others")
         plan = control.receive(Plan, Bye)
         if not isinstance(plan, Plan):
             return 0  # all steps are done
@@ -148,8 +155,8 @@ class Worker:
         reached(fault_points.HANDSHAKE, stage=assign.stage, step=plan.start_step)
         transports = links.open(plan, config.run.join_timeout, partial(self._open_group, assembly, plan))
         stage = assembly.connect(plan, transports, self._before_action)
-        control.working("preparing the codecs")
-        stage.prepare()
+        stage.update.on_search = lambda done, due: control.working(f"searching subspaces, {done}/{due}")
+        stage.prepare(control.working)
         training = WorkerTraining(control, stage, assembly, plan, copies.offer)
         control.send(Ready(control.stage))
         start = control.receive(Start)
@@ -186,6 +193,7 @@ class Worker:
 
     def _configure(self, config: ClusterConfig) -> None:
         """Apply the keys of `run:` that concern this process."""
+        self._num_micro_batches, self._has_chunks = config.training.num_micro_batches, config.pipeline.chunks > 1
         run, tahq_log = config.run, logging.getLogger("tahq")
         self._signals.grace_s = run.grace
         if tahq_log.getEffectiveLevel() > logging.DEBUG:  # else the command line asked for more
@@ -220,7 +228,9 @@ class Worker:
         return self._groups[-1]
 
     def _before_action(self, step: int, action: Action) -> None:
-        self.control.working(str(action))
+        chunk = f"chunk {action.chunk}, " if self._has_chunks else ""
+        place = f"micro-batch {action.micro_batch + 1}/{self._num_micro_batches}"
+        self.control.working(f"{chunk}{place} {_WORK[action.kind]}")
         reached(_POINTS[action.kind is ActionKind.F], stage=self.control.stage, step=step)
         self.control.check_aborted()
         self._signals.report()

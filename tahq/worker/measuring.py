@@ -126,8 +126,13 @@ class MeasuringMember:
         if not sizes or sizes[0] < 1:
             raise RemoteProtocolError(f"the coordinator asked for micro-batches of {order.micro_batches}")
         free, notes = free_bytes(self._device), list[str]()
-        measurement = ComputeMeasurement(self._config, self._stage, self._device, self._working)
         rows: list[LayerTimes] = []
+        codecs: dict[str, list[float]] = {}
+
+        def working(activity: str) -> None:
+            self._working(f"{activity} ({len(rows) + len(codecs) + 1}/{len(sizes) + len(order.codecs)})")
+
+        measurement = ComputeMeasurement(self._config, self._stage, self._device, working)
         began_s = time.monotonic()
         for size in sizes:
             if (
@@ -145,9 +150,8 @@ class MeasuringMember:
                 break
             notes += measured_again(rows, measurement.layer_times)
         shape = (self._config.training.micro_batch, self._config.data.seq_len, measurement.hidden_size)
-        codecs: dict[str, list[float]] = {}
         for spec in order.codecs:
-            self._working(f"timing {spec}")
+            working(f"timing {spec}")
             try:
                 codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
             except CodecError as error:

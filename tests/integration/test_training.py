@@ -1,5 +1,6 @@
 """Runs beyond the arithmetic of a step: epochs, validation, tied embeddings, NaN, disagreement."""
 
+import re
 import subprocess
 
 import pytest
@@ -106,3 +107,19 @@ def wait_for_one(processes: list[WarmProcess], timeout_s: float = 120) -> WarmPr
                 continue
             return process
     raise AssertionError(f"none of {processes} ended in {timeout_s} s")
+
+
+@pytest.mark.acceptance
+def test_long_step_says_how_many_micro_batches_each_stage_has_done(tmp_path):
+    """Two stages, four micro-batches of 2 s each."""
+    config = tiny(
+        model={"sleep": {"forward": "1s", "backward": "1s"}},
+        pipeline={"stages": 2},
+        training={"steps": 1},
+        run={"peer_timeout": "5s"},
+    )
+    lines = train(tmp_path, config).stdout.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("step 1/1 "))
+    told = [line for line in lines[:first] if re.match(r"step 1, \d+ s so far: ", line)]
+    assert re.search(r"stages?\b.* 0\b.*: micro-batch [2-4]/4 (forward|backward)", told[0])
+    assert re.search(r"stages?\b.* 1\b.*: micro-batch [1-4]/4 (forward|backward)", told[0])

@@ -141,6 +141,27 @@ def test_plain_lines_repeat_what_is_missing_after_a_while():
     ]
 
 
+def test_plain_lines_say_how_far_each_stage_is_while_nothing_else_is_printed(record):
+    stream, history, clock = io.StringIO(), RunHistory(), Clock(0.0)
+    lines = Observers([history, PlainLines(stream, history, clock)])
+    lines.phase_changed("training", "")
+    for second in range(0, 80, 2):
+        clock.now_s = second
+        done = "waiting for the commit" if second > 60 else f"micro-batch {1 + second // 10}/8 forward"
+        for stage, activity in enumerate((f"searching subspaces, {second}/80", done, done)):
+            lines.stage_changed(StageStatus(stage, "host", 1, "cpu", 1, activity, 0))
+        if second == 70:
+            lines.step_committed(record(1))
+    told = [line for line in stream.getvalue().splitlines() if "so far" in line]
+    assert told == [
+        "step 1, 6 s so far: stage 0: searching subspaces, 6/80; stages 1, 2: micro-batch 1/8 forward",
+        "step 1, 16 s so far: stage 0: searching subspaces, 16/80; stages 1, 2: micro-batch 2/8 forward",
+        "step 1, 36 s so far: stage 0: searching subspaces, 36/80; stages 1, 2: micro-batch 4/8 forward",
+        "step 1, 1:06 so far: stage 0: searching subspaces, 66/80; stages 1, 2: waiting for the commit",
+        "step 1, 6 s so far: stage 0: searching subspaces, 76/80; stages 1, 2: waiting for the commit",
+    ]
+
+
 @pytest.mark.parametrize(
     ("stream", "term", "kind"),
     [(Terminal(), "xterm", LiveTable), (io.StringIO(), "xterm", PlainLines), (Terminal(), "dumb", PlainLines)],

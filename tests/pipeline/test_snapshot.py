@@ -96,6 +96,20 @@ def test_file_is_what_the_safetensors_library_reads(tmp_path):
     assert write_stage(tmp_path / "again", 0, dict(reversed(tensors.items())), META) == written
 
 
+def test_writing_and_reading_say_how_far_they_are(tmp_path):
+    said: list[str] = []
+    tensors = {f"model/{name}": torch.zeros(250_000) for name in "abc"}
+    written = write_stage(tmp_path, 0, tensors, META, said.append)
+    reader = SnapshotReader(tmp_path, {written.file: written.sha256}, said.append)
+    reader.tensor("model/a")
+    assert said[-3:] == [
+        "checkpoint, 3 MB of 3 MB",
+        "verifying the checkpoint, 3 MB of 3 MB",
+        "reading the checkpoint, 1 MB of 3 MB",
+    ]
+    assert said[-4] == "checkpoint, 2 MB of 3 MB"
+
+
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),

@@ -51,6 +51,16 @@ def test_equal_problems_give_equal_plans():
     assert quick(random_problem(5)).best.plan == quick(random_problem(5)).best.plan
 
 
+@pytest.mark.parametrize(("num_hosts", "max_replicas"), [(3, 1), (8, 3)])
+def test_progress_rises_from_none_to_all(num_hosts, max_replicas):
+    shares: list[float] = []
+    problem = replace(random_problem(3, num_hosts, schedules=SCHEDULES), max_replicas=max_replicas, num_stages=2)
+    plan(problem, budget_actions=2_000, progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert 0.5 < shares[-1] <= 1
+
+
 # -- plain answers -------------------------------------------------------------------------------
 
 

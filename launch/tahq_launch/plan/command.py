@@ -23,7 +23,7 @@ from tahq.plan.simulate.simulator import draw_grid
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.units import format_rate, format_size
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.command_line import check_writable, plain_table, write_text
+from tahq_launch.command_line import check_writable, plain_table, progress_of, write_text
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
 from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
 from tahq_launch.start.resolution import needed_connections, resolve_for_run
@@ -69,7 +69,8 @@ def plan_cluster(
         check_names(config, cluster, numbers)
         origins = (f"all numbers: {numbers}" + (f" ({cluster.source})" if cluster.source else ""),)
     problem = problem_of(config, spec, cluster, choices)
-    planned, given = plan(problem), given_plan(config, problem)
+    planned = plan(problem, progress=progress_of("planning"))
+    given = given_plan(config, problem)
     explained = PlanExplanation(
         planned=planned,
         origins=(*origins, *_not_measured(planned)),

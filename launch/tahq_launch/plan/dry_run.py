@@ -8,7 +8,7 @@ alone, apart from `device: auto`, and is at most 100 columns wide.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -37,16 +37,19 @@ WIDTH = 100
 _MAX_PICTURES = 3
 
 
-def dry_run(config: ClusterConfig) -> str:
-    """Describe a run without starting it; unless the configuration is resolved, layers are divided by counted cost."""
+def dry_run(config: ClusterConfig, progress: Callable[[float], None] = lambda share: None) -> str:
+    """Describe a run without starting it; unless the configuration is resolved, layers are divided by counted cost.
+
+    `progress` is called with the share of the stages whose memory is estimated.
+    """
     codec_options(config, {})  # as at the start of a run: checks `wire.replay`
-    return _DryRun(config).text()
+    return _DryRun(config, progress).text()
 
 
 class _DryRun:
     """The parts of the text, and the values that several of them need."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, progress: Callable[[float], None]) -> None:
         self.config = config
         vocab_size = config.model.vocab_size or 1
         if config.model.path is None and config.model.vocab_size is None:
@@ -57,7 +60,10 @@ class _DryRun:
         self.stages = range(self.schedule.num_stages)
         self.devices = [stage_device(config, stage) for stage in self.stages]
         self.bf16 = [computes_in_bf16(config, device) for device in self.devices]
-        self.memory = [stage_estimate(config, self.spec, stage, bf16=self.bf16[stage]) for stage in self.stages]
+        self.memory = []
+        for stage in self.stages:
+            self.memory.append(stage_estimate(config, self.spec, stage, bf16=self.bf16[stage]))
+            progress((stage + 1) / len(self.stages))
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
         self.flows = step_flows(config, self.spec)
         self.speeds = link_speeds(config)

@@ -17,9 +17,11 @@ from tahq.comm.control.server import ControlServer
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import dump_yaml, placed_errors
 from tahq.coordinator.measuring import Measuring
-from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver, StageStatus
+from tahq.coordinator.observer import RunEnd, RunHeader
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
+from tahq.observe.run_history import RunHistory
+from tahq.observe.run_view import Observers, PlainLines
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.plan.measure.measurement import Imitated, Measured, MeasureRequest
 from tahq.plan.measure.meter_wire import LONGEST_S
@@ -86,7 +88,9 @@ def measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tupl
         made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
         measuring = Measuring(_completed(request, config), measured, labels if in_namespaces else computers)
         coordinator_options = replace(prepared.options, is_measuring=True, hosts=measured.names)
-        return Coordinator(coordinator_options, server, _Lines(), measuring=measuring)
+        history = RunHistory()
+        lines = Observers([history, _Lines(sys.stdout, history)])
+        return Coordinator(coordinator_options, server, lines, measuring=measuring)
 
     # Dividing by measured cost would time the layers here; the workers are about to do that.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
@@ -117,28 +121,16 @@ def micro_batches_of(config: ClusterConfig) -> tuple[int, ...]:
     return tuple(number for number in sizes if whole % number == 0)
 
 
-class _Lines(RunObserver):
-    """Prints one line per event."""
-
-    def __init__(self) -> None:
-        self._detail = ""
-        self._devices: dict[int, str] = {}
+class _Lines(PlainLines):
+    """The lines of a run, with what is measured."""
 
     def opened(self, header: RunHeader) -> None:
-        announce(f"measuring {header.num_stages} hosts, coordinator at {header.address}")
+        self.announce(f"measuring {header.num_stages} hosts, coordinator at {header.address}")
 
-    def phase_changed(self, phase: str, detail: str) -> None:
-        if phase == "measuring" and detail and detail != self._detail:
-            announce(f"measuring {detail}")
-        self._detail = detail if phase == "measuring" else ""
-
-    def stage_changed(self, status: StageStatus) -> None:
-        if status.device and self._devices.get(status.stage) != status.device:
-            self._devices[status.stage] = status.device
-            announce(f"stage {status.stage}: {status.host}, pid {status.pid}, {status.device}")
-
-    def warned(self, text: str) -> None:
-        announce(f"warning: {text}")
+    def _print_state(self) -> None:
+        if self._state[0] == "measuring" and self._state[1] and self._state != self._printed:
+            self.announce(f"measuring {self._state[1]}")
+        self._printed = self._state
 
     def ended(self, end: RunEnd) -> None:
         if end.exit_status:

@@ -9,6 +9,7 @@ Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `at
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -208,16 +209,17 @@ def build_low_rank_slice(
     device: torch.device,
     random: RandomContext,
     weights: bool = True,
+    filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
     """`build_slice` with covered layers: at most one of their weights at a time is in fp32."""
     model = ModelSlice(spec, blocks, random)
     covered = cover(model, settings, device)
     model.materialise(device)
     if weights:
-        fill_weights(spec, model.canonical_parameters(), seed)
+        fill_weights(spec, model.canonical_parameters(), seed, filled)
         for weight in covered.values():  # one at a time
             values = torch.empty(weight.shape)
-            fill_weights(spec, {weight.name: values}, seed)
+            fill_weights(spec, {weight.name: values}, seed, filled)
             weight.storage.assign(values)
     return model
 

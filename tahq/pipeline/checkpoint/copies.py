@@ -24,8 +24,9 @@ from typing import Any
 from tahq.comm.control.messages import Assign, Copied, Copy, Published
 from tahq.comm.zmq.files import FileSource
 from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, TahqError, UserError
-from tahq.pipeline.checkpoint.durable_file import sync_folder
+from tahq.pipeline.checkpoint.durable_file import sha256_of, sync_folder
 from tahq.pipeline.checkpoint.manifest import FOLDER_PREFIX, snapshot_name
+from tahq.units import format_size
 
 PARTIAL_SUFFIX = ".partial"
 _LEAVE_S = 2.0
@@ -39,13 +40,10 @@ Pieces = Callable[[int], Iterator[bytes]]
 """The bytes of a file from an offset on; they end early if it is no longer wanted."""
 
 
-def has_file(path: Path, sha256: str) -> bool:
+def has_file(path: Path, sha256: str, working: Callable[[str], None] = lambda activity: None) -> bool:
     """Whether the file exists and has this hash (hex)."""
     try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        return path.is_file() and sha256_of(path, working) == sha256
     except OSError:
         return False
 
@@ -224,7 +222,8 @@ class CheckpointCopies:
                 return candidate
             path, sha256 = self._run_folder / candidate.snapshot / name, candidate.snapshot_files[name]
             places = [(str(address), str(key)) for at, address, key in assign.sources if at == candidate.start_step]
-            if has_file(path, sha256) or any(self._is_fetched(path, sha256, each, working, reasons) for each in places):
+            fetched = (self._is_fetched(path, sha256, each, working, reasons) for each in places)
+            if has_file(path, sha256, working) or any(fetched):
                 self.offer(sha256, path)
                 return candidate
             reasons.append(f"{name} is missing or damaged on this host")
@@ -236,10 +235,18 @@ class CheckpointCopies:
         self, path: Path, sha256: str, place: tuple[str, str], working: Callable[[str], None], reasons: list[str]
     ) -> bool:
         """Fetch the file from this address; returns whether that worked, or adds the reason why not."""
+
+        def pieces(offset: int) -> Iterator[bytes]:
+            nbytes = offset
+            for piece in self._pieces(place, sha256)(offset):
+                nbytes += len(piece)
+                working(f"fetching {path.name}, {format_size(nbytes)}")
+                yield piece
+
         working(f"fetching {path.name}")
         log.info("fetching %s from %s", path.name, place[0])
         try:
-            return fetch_file(path, sha256, self._pieces(place, sha256))
+            return fetch_file(path, sha256, pieces)
         except (PeerLostError, RemoteProtocolError, UserError) as error:
             log.warning("%s", error)
             reasons.append(str(error))

@@ -5,6 +5,7 @@ folder is forced to the disk too, or the name itself could be lost.
 """
 
 import errno
+import hashlib
 import logging
 import os
 import shutil
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from tahq.errors import SnapshotError, UserError
-from tahq.units import format_size
+from tahq.units import counted, format_size
 
 TEMPORARY_SUFFIX = ".tmp"
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 5.0
+_PIECE_NBYTES = 2**22
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,6 +85,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256_of(path: Path, working: Callable[[str], None]) -> str:
+    """The SHA-256 (hex) of a checkpoint's file; `working` is called with the bytes that have been read."""
+    digest, verified = hashlib.sha256(), counted(working, "verifying the checkpoint", path.stat().st_size)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_NBYTES):
+            digest.update(piece)
+            verified(len(piece))
+    return digest.hexdigest()
 
 
 def read_bounded(path: Path, max_nbytes: int) -> bytes:

@@ -8,7 +8,7 @@ CPU at once, needs another read for the hash, and hides the errno of a full disk
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from tahq.errors import SnapshotError
 from tahq.fault_points import SNAPSHOT, reached
-from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
+from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, sha256_of, write_durably
 from tahq.pipeline.checkpoint.manifest import StageFile, StageMeta
+from tahq.units import counted
 
 META_KEY = "tahq"
 """Key of the StageMeta in a file's metadata."""
@@ -39,10 +40,17 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 HEADER_ALIGNMENT = 8
 
 
-def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], meta: StageMeta) -> StageFile:
+def write_stage(
+    folder: Path,
+    stage: int,
+    tensors: Mapping[str, torch.Tensor],
+    meta: StageMeta,
+    working: Callable[[str], None] = lambda activity: None,
+) -> StageFile:
     """Write one stage's part of a checkpoint, durably, or not at all, into a folder that is made if necessary.
 
-    Tensors, on any device, come by their names in the checkpoint; one process per stage writes.
+    Tensors, on any device, come by their names in the checkpoint; one process per stage writes. `working` is called
+    with the bytes that are written.
 
     Raises:
         SnapshotError: the file cannot be written (DiskFullError: for lack of room); nothing is left of it.
@@ -51,6 +59,7 @@ def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], m
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors, {META_KEY: meta.to_json()})
     digest, nbytes = hashlib.sha256(), 0
+    written = counted(working, "checkpoint", len(header) + sum(tensor.nbytes for tensor in tensors.values()))
 
     def contents() -> Iterator[Any]:
         yield from (len(header).to_bytes(8, "little"), header)
@@ -62,6 +71,7 @@ def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], m
         for content in contents():
             digest.update(content)
             file.write(content)
+            written(len(content))
         nbytes = file.tell()
         reached(SNAPSHOT, stage=stage, step=meta.step)
         return f"stage-{stage:03d}-{digest.hexdigest()[:NAME_DIGITS]}.safetensors"
@@ -89,15 +99,19 @@ class SnapshotReader:
     Headers say which file has a tensor, so a stage finds its tensors whatever stages wrote them, and files that hold
     none of them are neither hashed nor needed. An unverified header only serves as this hint.
 
-    `expected` has the SHA-256 (hex) by file name. A missing file is an error only when something is asked for that no
-    other file has: a host needs only its own stage's.
+    `expected` has the SHA-256 (hex) by file name; `working` is called with the present activity. A missing file is an
+    error only when something is asked for that no other file has: a host needs only its own stage's.
 
     Raises:
         SnapshotError: none of the files exists, or one is not a safetensors file.
     """
 
-    def __init__(self, folder: Path, expected: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, expected: Mapping[str, str], working: Callable[[str], None] = lambda activity: None
+    ) -> None:
         self._folder = folder
+        self._working = working
+        self._read = counted(working, "reading the checkpoint", 0)
         self._expected = dict(expected)
         self.files = tuple(name for name in self._expected if (folder / name).is_file())
         """Names of the files that are here."""
@@ -129,6 +143,7 @@ class SnapshotReader:
             tensor: torch.Tensor = opened.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
             raise SnapshotError(f"cannot read {name} from {self._folder / file}: {error}") from error
+        self._read(tensor.nbytes)
         return tensor
 
     def stage_meta(self, file: str) -> StageMeta:
@@ -152,16 +167,17 @@ class SnapshotReader:
         """The file, opened once its content is known to be what was written."""
         if file not in self._open:
             path = self._folder / file
-            check_sha256(path, self._expected[file])
+            check_sha256(path, self._expected[file], self._working)
             self._open[file] = _open(path)
+            nbytes = sum((self._folder / each).stat().st_size for each in self._open)
+            self._read = counted(self._working, "reading the checkpoint", nbytes)
         return self._open[file]
 
 
-def check_sha256(path: Path, expected: str) -> None:
+def check_sha256(path: Path, expected: str, working: Callable[[str], None] = lambda activity: None) -> None:
     """Compare a file's SHA-256, read as a stream; SnapshotError names a file that differs or cannot be read."""
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path, working)
     except OSError as error:
         raise SnapshotError(f"cannot read {path}: {error.strerror}; copy it there, or resume from another") from error
     if digest != expected:

@@ -22,6 +22,8 @@ from tahq.plan.simulate.bound import Array
 
 Order = tuple[int, ...]
 Score = Callable[[Order], float]
+Progress = Callable[[float], None]
+"""Called with the share that is done, from 0 to 1."""
 
 MAX_ALL_HOSTS = 6
 """Up to this many hosts are tried in all orders."""
@@ -53,7 +55,16 @@ class CandidateSearch:
     `like`: a plan whose number of stages and micro-batch size are kept; None: both are open.
     """
 
-    def __init__(self, table: ClusterTable, hosts: Sequence[int], like: PipelinePlan | None = None) -> None:
+    def __init__(
+        self,
+        table: ClusterTable,
+        hosts: Sequence[int],
+        like: PipelinePlan | None = None,
+        progress: Progress = lambda share: None,
+    ) -> None:
+        self._progress = progress
+        self._num_divided, self._num_expected = 0, 2 * _SEARCHED * _EVALUATIONS
+        """Orders that were divided, for a micro-batch size, and about how many there will be."""
         self._table, self._hosts, self._model = table, tuple(hosts), table.problem.model
         self._micro_batches = (like.micro_batch,) if like else self._model.micro_batches
         self._num_stages = like.num_stages if like else table.problem.num_stages
@@ -78,7 +89,9 @@ class CandidateSearch:
     def _exhaustive(self, sizes: Sequence[int]) -> list[Order]:
         orders = list(all_orders(self._table.kinds, self._hosts, sizes))
         if len(orders) * len(self._micro_batches) <= _MAX_EVERYTHING:
+            self._num_expected = len(orders) * len(self._micro_batches)
             return orders
+        self._num_expected = _MAX_EVERYTHING + 2 * len(orders)
         few = self._promising(dict.fromkeys(self._micro_batches, orders[:: max(1, len(orders) // 40)]))
         ranked = sorted(orders, key=lambda order: min(self._score(order, size) for size in few))
         return ranked[: _MAX_EVERYTHING // len(self._micro_batches)]
@@ -110,6 +123,8 @@ class CandidateSearch:
         return self._scores[key]
 
     def _divided(self, order: Order, micro_batch: int, keep: int = _KEPT_DIVISIONS) -> list[Candidate]:
+        self._num_divided += 1
+        self._progress(min(1.0, self._num_divided / self._num_expected))
         stages = StageCosts(self._table, order, micro_batch)
         split = "zero-bubble" in self._table.problem.schedules
         return [

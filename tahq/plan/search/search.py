@@ -13,7 +13,7 @@ import numpy as np
 
 from tahq.plan.prediction import is_long, simulated_actions, step_time_s
 from tahq.plan.problem import PipelinePlan
-from tahq.plan.search.candidates import Candidate, CandidateSearch, Order
+from tahq.plan.search.candidates import Candidate, CandidateSearch, Order, Progress
 from tahq.plan.search.stages import StageCosts, depth_profiles, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 
@@ -26,10 +26,13 @@ _GAIN = 1e-6
 
 
 class Simulations:
-    """The plans simulated so far, with their seconds, and the rest of the budget."""
+    """The plans simulated so far, with their seconds, and the rest of the budget, of which `progress` has the share."""
 
-    def __init__(self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS) -> None:
+    def __init__(
+        self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS, progress: Progress = lambda share: None
+    ) -> None:
         self.table = table
+        self._progress = progress
         self.times_s: dict[PipelinePlan, float] = {}
         self._budget = self._left = budget_actions
 
@@ -48,6 +51,7 @@ class Simulations:
         if plan not in self.times_s:
             self._left -= simulated_actions(plan)
             self.times_s[plan] = float(step_time_s(self.table, plan))
+            self._progress(min(1.0, 1 - self._left / self._budget))
         return self.times_s[plan]
 
     def ranked(self) -> list[PipelinePlan]:
@@ -63,10 +67,16 @@ def in_flight(plan: PipelinePlan) -> int:
 class Search:
     """One search for the best pipeline of some hosts; the arguments are those of `CandidateSearch`."""
 
-    def __init__(self, simulations: Simulations, hosts: Sequence[int], like: PipelinePlan | None = None) -> None:
+    def __init__(
+        self,
+        simulations: Simulations,
+        hosts: Sequence[int],
+        like: PipelinePlan | None = None,
+        progress: Progress = lambda share: None,
+    ) -> None:
         self._simulations, self._table, self._hosts = simulations, simulations.table, frozenset(hosts)
         self._problem, self._model = self._table.problem, self._table.problem.model
-        self._candidates = CandidateSearch(self._table, hosts, like)
+        self._candidates = CandidateSearch(self._table, hosts, like, progress)
 
     def run(self) -> list[PipelinePlan]:
         """Plans, the fastest first; empty: no host has the memory for anything."""
