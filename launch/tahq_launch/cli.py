@@ -258,7 +258,7 @@ def trace(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Show how a run's steps spend their time, and which resource limits them.
+    """Show how a run's steps spend their time, which resource limits them, and which change would help most.
 
     Example: tahq trace runs/demo --step 10 --output demo.json
     """

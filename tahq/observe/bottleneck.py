@@ -19,7 +19,7 @@ from tahq.coordinator.observer import LinkRecord, StepRecord, Traffic
 from tahq.observe import figures
 
 Advise = Callable[[StepRecord], str]
-"""What would shorten steps like this one, as the rest of a sentence; it is simulated, which takes a second or two."""
+"""What would shorten steps like this one, as the rest of a sentence; simulated, which takes up to a few seconds."""
 
 Kind = Literal["compute", "codec", "link", "coordinator"]
 

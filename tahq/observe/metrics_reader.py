@@ -87,7 +87,7 @@ def _stage(row: Mapping[str, Any], number: int) -> StageRecord:
     beside = {name: _seconds(s, "beside_s") for name, s in values.pop("beside_s").items()}
     split = StageSplit(wait_s=waits, beside_s=beside, **{name: _seconds(s, name) for name, s in values.items()})
     timing = {name: _number(s) for name, s in row["timing_s"].items()}
-    sizes = {"memory_bytes": 0} | row  # absent from older files
+    sizes = {"memory_bytes": 0, **row}  # absent from older files
     return StageRecord(number, timing, _whole(row, "codec_state_bytes"), split, _whole(sizes, "memory_bytes"))
 
 

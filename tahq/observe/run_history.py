@@ -97,7 +97,7 @@ class RunHistory(RunObserver):
         return diagnose(median_step(self._recent)) if self._recent else None
 
     def limit_and_advice(self) -> str:
-        """The same in a sentence, with what would shorten the steps; empty: not known. Takes a second or two."""
+        """The same in a sentence, with what would shorten the steps; empty: not known. Takes up to a few seconds."""
         return limit_and_advice(median_step(self._recent), self._advise) if self._recent else ""
 
     @property

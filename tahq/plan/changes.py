@@ -27,7 +27,7 @@ Kind = Literal["schedule", "layers", "hosts", "codecs"]
 
 _ABOUT_AS_FAST = 0.002
 _NUM_DIVISIONS = 200
-_BUDGET_ACTIONS = 25_000
+_BUDGET_ACTIONS = 15_000
 """Actions that are simulated for each kind, 20 to 40 µs each."""
 
 

@@ -15,7 +15,7 @@ from tahq.plan.explanation import faster
 from tahq.plan.prediction import fits_memory
 from tahq.plan.problem import PipelinePlan, named
 from tahq.plan.search.table import ClusterTable
-from tahq_launch.plan.measured_run import measured_run
+from tahq_launch.plan.schedule_search import measured_run
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def advice(config: ClusterConfig, step: StepRecord) -> str:
     """The change that would shorten steps like this one most, with the command for it; empty: not known.
 
-    If no change does, the gain from faster links and hosts. `config` is resolved. Takes a second or two.
+    If no change does, the gain from faster links and hosts. `config` is resolved. Takes up to a few seconds.
     """
     try:
         return _advice(config, step)
@@ -106,5 +106,6 @@ def _nothing_helps(table: ClusterTable, plan: PipelinePlan, now_s: float, whole_
             f"the time per sample: `--set training.global_batch={batch}` in a new run"
         )
     gains = {what: (now_s - seconds(table, plan, speed)) / whole_s for what, speed in faster(plan).items()}
-    saved = ", ".join(f"{what} by {figures.share(gain)}" for what, gain in gains.items())
-    return "; ".join([*parts, f"steps would be shorter with {saved}"])
+    (first, gain), *others = sorted(gains.items(), key=lambda item: -item[1])
+    rest = "".join(f", {what} {figures.share(gain)}" for what, gain in others)
+    return "; ".join([*parts, f"{first} would make steps {figures.share(gain)} shorter{rest}"])

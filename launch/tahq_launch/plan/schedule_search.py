@@ -1,19 +1,30 @@
 """The schedule and depths that make a run's steps shortest, from what its steps have shown (`pipeline.schedule: auto`).
 
-Hosts, layers, micro-batches and codecs stay as they are.
+Hosts, layers, micro-batches and codecs stay as they are. Compute and coding times are measured ones. Rates and
+latencies are those of `links` where it limits them; where it does not, a rate is what the link was seen to carry.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tahq.config.cluster import ClusterConfig
-from tahq.coordinator.observer import StepRecord
+from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
+from tahq.models.costs import counted_costs
+from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.changes import best_schedule
+from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.prediction import predict
+from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.search import Simulations
-from tahq_launch.plan.measured_run import measured_run
+from tahq.plan.search.table import ClusterTable
+from tahq.worker.assembly import resolved_spec
+from tahq_launch.plan.numbers import estimated_numbers
+from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
 
+_SEEN = 0.02
+"""Share of a step that a link must have been busy for its rate to be known."""
 _BUDGET_ACTIONS = 50_000
 """Actions after which no more plans are simulated: a second or two beside the run."""
 
@@ -31,3 +42,98 @@ def schedule_search(config: ClusterConfig) -> Choose | None:
         return Proposal(ScheduleChoice(chosen.schedule, chosen.depths), step_s, present_s)
 
     return choose
+
+
+def measured_run(
+    config: ClusterConfig, step: StepRecord, present: ScheduleChoice, memory: Sequence[int]
+) -> tuple[ClusterTable, PipelinePlan]:
+    """The problem of a resolved configuration without chunks, and the run as its plan.
+
+    `step` has been measured under `present`; `memory` is in bytes by stage, 0: unknown.
+    """
+    spec = resolved_spec(config, None)
+    problem = problem_of(config, spec, _measured(config, spec, step, memory), PlanChoices())
+    return ClusterTable(problem), _running(config, problem, step, present)
+
+
+def _running(config: ClusterConfig, problem: PlanProblem, step: StepRecord, present: ScheduleChoice) -> PipelinePlan:
+    """The run as a plan."""
+    plan = given_plan(config, problem)
+    assert plan is not None, "a resolved configuration without chunks, and numbers of its own hosts"
+    codecs = {(link.link, link.direction): link.codec for link in step.links if link.codec}
+    cuts = range(plan.num_stages - 1)
+    depths = present.depths or tuple(range(plan.num_stages, 0, -1))
+    return replace(
+        plan,
+        schedule=present.schedule,
+        depths=() if present.schedule == "gpipe" else depths,
+        activations=tuple(codecs.get((cut, "activations"), plan.activations[cut]) for cut in cuts),
+        gradients=tuple(codecs.get((cut, "gradients"), plan.gradients[cut]) for cut in cuts),
+    )
+
+
+def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: Sequence[int]) -> ClusterNumbers:
+    """What the step has shown of hosts and paths."""
+    configured, _ = estimated_numbers(config, spec)
+    costs = counted_costs(spec, config.data.seq_len)
+    head = 0.0 if config.model.sleep else costs.head * len(costs.blocks) / sum(costs.blocks)
+    layers = config.pipeline.layers or []
+    hosts = [
+        host.model_copy(
+            update={
+                "memory": memory[stage] or None,
+                "compute": [_layer_times(config, step.stages[stage], layers[stage], head)],
+                "codecs": _codec_times(step, stage),
+            }
+        )
+        for stage, host in enumerate(configured.hosts)
+    ]
+    return configured.model_copy(update={"hosts": hosts, "paths": list(_paths(configured, hosts, step.links))})
+
+
+def _layer_times(config: ClusterConfig, stage: StageRecord, layers: int, head: float) -> LayerTimes:
+    """Seconds of one of a stage's blocks, and of the head, which takes as long as `head` blocks.
+
+    They add up to what the stage has measured: it has the head if it is the last. The embedding counts as its blocks'.
+    """
+    is_last = stage.stage == config.pipeline.stages - 1
+    each = config.training.num_micro_batches * (layers + is_last * head)
+    forward, backward = max(1e-9, stage.split.forward_s / each), stage.split.backward_s / each
+    part = stage.timing.get("input_gradient")
+    return LayerTimes(
+        micro_batch=config.training.micro_batch,
+        block_forward=forward,
+        block_backward=backward,
+        block_input_gradient=None if part is None else min(backward, part / each),
+        last_forward=head * forward,
+        last_backward=head * backward,
+    )
+
+
+def _codec_times(step: StepRecord, stage: int) -> dict[str, CodecTimes]:
+    split = step.stages[stage].split
+    sent = sum(link.elements for link in step.links if link.sender == stage)
+    received = sum(link.elements for link in step.links if link.receiver == stage)
+    encode_s = split.encode_s + split.beside_s.get("encode", 0.0)
+    decode_s = split.decode_s + split.beside_s.get("decode", 0.0)
+    times = CodecTimes(
+        encode_per_element=encode_s / sent if sent else 0.0, decode_per_element=decode_s / received if received else 0.0
+    )
+    return {link.codec: times for link in step.links if link.codec and stage in (link.sender, link.receiver)}
+
+
+def _paths(
+    configured: ClusterNumbers, hosts: Sequence[HostNumbers], links: Sequence[LinkRecord]
+) -> Iterator[PathNumbers]:
+    """The configured paths, with rates and round trips that were seen where nothing is configured."""
+    known = {(path.source, path.target): path for path in configured.paths}
+    for link in links:
+        source, target = hosts[link.sender], hosts[link.receiver]
+        path = known.get((source.name, target.name), PathNumbers(source=source.name, target=target.name))
+        is_free = source.up is None and target.down is None and path.rate is None
+        if is_free and link.wire_s > _SEEN * (link.busy_s + link.idle_s):
+            path = path.model_copy(update={"rate": 8 * link.wire_bytes / link.wire_s})
+        if path.round_trip is None and configured.round_trip == 0 and link.round_trip_s > 0:
+            path = path.model_copy(update={"round_trip": link.round_trip_s})
+        known[source.name, target.name] = path
+    yield from known.values()
