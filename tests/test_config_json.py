@@ -78,7 +78,7 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
         (config_json(EXAMPLE).replace('"lr":0.001', '"lr":NaN'), "training.lr: expected a finite number; got nan"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "the top level: expected keys and values; got a list of 0"),
-        ("{}", "model is missing; a run needs this section (and 2 more: data, training); do both ends run the same"),
+        ("{}", "model is missing; a run needs this section (and 1 more: data); do both ends run the same"),
         (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
     ],
 )

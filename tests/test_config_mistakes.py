@@ -20,7 +20,7 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
         ("steps: 10", "steps: ten", 10, "training.steps: expected a whole number; got 'ten'"),
         ("hosts: local", "hosts:\n- address: a\n- adress: b", 17, "hosts.1.adress is not a key of hosts.1; did you"),
         ("hosts: local", "hosts:\n- address: a:5", 16, "hosts.0.address: expected a host name or an IP address"),
-        ("hosts: local", "hosts: [{address: a}]", 15, "hosts lists 1 machines, pipeline.stages is 4"),
+        ("hosts: local", "hosts: [{address: a}]\npipeline: {stages: 4}", 15, "hosts lists 1 machines, pipeline.st"),
         ("hosts: local", "wire:\n  backend: gpu", 16, "wire.backend: expected auto, reference, cpu or triton; got"),
         ("global_batch: 8", "global_batch: 9", 9, "training: global_batch 9 is not divisible by micro_batch 2"),
         ("rate: 100mbit", "cap_up: 60%", 14, "links.cap_up: 60% is a share of a rate, and with hosts: local no rate"),
@@ -34,7 +34,7 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
 
 
 def test_unknown_key_is_reported_before_the_section_that_it_leaves_missing(file):
-    assert file.refusal(changed("training:", "trainig:")).endswith("did you mean training? (and 1 more: training)")
+    assert file.refusal(changed("data:", "dat:")).endswith("did you mean data? (and 1 more: data)")
     missing = file.refusal("model: {path: x}\ntraining: {steps: 1}")
     assert missing.startswith("cluster.yaml: data is missing; a run needs this section")
 
@@ -116,7 +116,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.epochs=1"], "training: needs exactly one of steps and epochs"),
+        (["training.epochs=1"], "training: has both steps and epochs; remove one"),
         (["training.warmup_steps=11"], "training: warmup_steps 11 do not fit into steps 10"),
         (["training.min_lr=1"], "training: min_lr 1.0 is above lr 0.001"),
         (
@@ -130,7 +130,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         (["model.max_seq_len=99"], "data.seq_len 256 is longer than model.max_seq_len 99"),
         (["model.vocab_size=100"], "model.vocab_size 100 is below the 256 tokens of data.tokenizer"),
         (["pipeline.layers=[1, 1, 1, 2]"], "pipeline.layers [1, 1, 1, 2] adds up to 5 layers, model.num_layers is 4"),
-        (["pipeline.layers=[1, 3]"], "pipeline: layers lists 2 stages, stages is 4"),
+        (["pipeline.stages=4", "pipeline.layers=[1, 3]"], "pipeline: layers lists 2 stages, stages is 4"),
         (["links.delay=5s"], "links: a peer would look lost: a round trip takes 10 s"),
         (["run.give_up=1s"], "run.give_up is 1s and run.peer_timeout 10s: a silent peer would be given up before"),
         (["wire.gradients=tah:alloc=64"], "wire.gradients does not fit model.hidden_size 32: tah:group=64,int4"),

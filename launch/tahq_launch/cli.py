@@ -54,14 +54,17 @@ def launch(
     from tahq.config.file import load_config, placed_errors
 
     with placed_errors(cluster_yaml, overrides or ()):
-        from tahq_launch.plan.first_plan import planned_start
+        from tahq_launch.plan.first_plan import StoppedError, planned_start
         from tahq_launch.start.prepared_run import StartRequest
 
         start = StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug)
         if not dry_run:
             from tahq_launch.start.launcher import launch as launch_run
 
-            return launch_run(start if resume else planned_start(start))
+            try:
+                return launch_run(start if resume else planned_start(start))
+            except StoppedError as stopped:
+                return stopped.exit_status
         from tahq_launch.plan.dry_run import dry_run as describe
         from tahq_launch.start.local_checks import check_local
         from tahq_launch.start.resolution import resolve_for_run
@@ -264,7 +267,7 @@ def trace(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Show how a run's steps spend their time, and which resource limits them.
+    """Show how a run's steps spend their time, which resource limits them, and which change would help most.
 
     Example: tahq trace runs/demo --step 10 --output demo.json
     """

@@ -170,6 +170,8 @@ class StageRecord:
     timing: Mapping[str, float]
     codec_state_bytes: int = 0
     split: StageSplit = field(default_factory=StageSplit)
+    memory_bytes: int = 0
+    """Memory of its device that it may use; 0: unknown."""
 
     @property
     def waiting_share(self) -> float:
@@ -206,6 +208,10 @@ class StepRecord:
     """Another schedule, or other depths, from the next step on, and why; empty: no change."""
     lr: float = 0.0
     """The learning rate that the step was taken with; a skipped step used none."""
+    schedule: str = ""
+    """The schedule of this step; empty: unknown."""
+    in_flight: Sequence[int] = ()
+    """Its depths by stage; empty: the schedule's own."""
 
     @property
     def tokens_per_s(self) -> float:

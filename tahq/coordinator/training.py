@@ -90,11 +90,11 @@ class Training:
         evaluations = journal.evaluations()
         for step in journal.steps():
             self._is_continued = True
+            record = self._record(step.commit, step.prepares, step.step_time_s)
             change = ""
             if step.commit.schedule:
                 self._schedule.present = ScheduleChoice(step.commit.schedule, tuple(step.commit.depths))
                 change = str(self._schedule.present)
-            record = self._record(step.commit, step.prepares, step.step_time_s)
             changes, _ = self._codecs.decide(record)
             run.decide(step.commit, step.prepares, self._point_after(step.commit), ctx.clock())
             ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=change))
@@ -118,9 +118,9 @@ class Training:
         num_links = options.num_stages * options.chunks_per_stage - 1
         saved = {key: value for key, value in point.saved_codecs.items() if key != SAVED}
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
-        memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
+        self._memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
         self._schedule = ScheduleChanges(
-            *(options.choose_schedule, options.schedule, point.saved_codecs, self._executor, memory),
+            *(options.choose_schedule, options.schedule, point.saved_codecs, self._executor, self._memory),
             are_depths_set=options.are_depths_set,
         )
         self._traces = TraceCollector([seat.name for seat in self._seats])
@@ -205,7 +205,11 @@ class Training:
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options
         lr = learning_rate(options.training, commit.step, self._run.num_steps)
-        return self._codecs.described(step_record(commit, prepares, step_time_s, options.chunks_per_stage, lr))
+        record = step_record(commit, prepares, step_time_s, options.chunks_per_stage, lr)
+        pairs = zip(record.stages, self._memory, strict=True)
+        stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
+        schedule, depths = self._schedule.present
+        return self._codecs.described(replace(record, stages=stages, schedule=schedule, in_flight=depths))
 
     def _prepare_again(self, seat: Seat, prepare: Prepare) -> None:
         """Answer as the first time, apart from reports that are no longer owed."""

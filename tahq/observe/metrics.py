@@ -111,6 +111,8 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "stages": [_stage_object(stage) for stage in record.stages],
         "codec_changes": [asdict(change) for change in record.codec_changes],
         "schedule_change": record.schedule_change,
+        "schedule": record.schedule,
+        "in_flight": list(record.in_flight),
     }
     return {name: _strict(value) for name, value in values.items()}
 
@@ -145,6 +147,7 @@ def _stage_object(stage: StageRecord) -> dict[str, Any]:
         "waiting_share": stage.waiting_share,
         "timing_s": timing_s,
         "codec_state_bytes": stage.codec_state_bytes,
+        "memory_bytes": stage.memory_bytes,
         **{field.name: getattr(stage.split, field.name) for field in fields(StageSplit)},
     }
 

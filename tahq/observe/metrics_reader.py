@@ -72,7 +72,10 @@ def step_record(row: Mapping[str, Any]) -> StepRecord:
         evaluating="validation" in row,
         stages=stages,
         links=tuple(_link(link, len(stages)) for link in row["links"]),
-        lr=_number(row.get("lr", 0.0)),  # absent from older files
+        # absent from older files
+        lr=_number(row.get("lr", 0.0)),
+        schedule=str(row.get("schedule", "")),
+        in_flight=tuple(map(int, row.get("in_flight", ()))),
     )
 
 
@@ -84,7 +87,8 @@ def _stage(row: Mapping[str, Any], number: int) -> StageRecord:
     beside = {name: _seconds(s, "beside_s") for name, s in values.pop("beside_s").items()}
     split = StageSplit(wait_s=waits, beside_s=beside, **{name: _seconds(s, name) for name, s in values.items()})
     timing = {name: _number(s) for name, s in row["timing_s"].items()}
-    return StageRecord(number, timing, _whole(row, "codec_state_bytes"), split)
+    sizes = {"memory_bytes": 0, **row}  # absent from older files
+    return StageRecord(number, timing, _whole(row, "codec_state_bytes"), split, _whole(sizes, "memory_bytes"))
 
 
 def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:

@@ -19,7 +19,7 @@ from tahq.coordinator.observer import (
     ValidationRecord,
 )
 from tahq.observe import figures
-from tahq.observe.bottleneck import Diagnosis, WireFacts, diagnose
+from tahq.observe.bottleneck import Advise, Diagnosis, diagnose, limit_and_advice
 from tahq.observe.metrics import perplexity
 from tahq.observe.metrics_reader import LINK_COUNTS, LINK_SECONDS, median_step
 from tahq.units import format_size
@@ -31,10 +31,10 @@ AVERAGED_STEPS = 10
 
 
 class RunHistory(RunObserver):
-    """Keeps what the run has reported; `facts` of its wire are for advice on codecs."""
+    """Keeps what the run has reported; None of `advise`: the summary has no advice."""
 
-    def __init__(self, facts: WireFacts | None = None) -> None:
-        self._facts = facts
+    def __init__(self, advise: Advise | None = None) -> None:
+        self._advise = advise
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.header: RunHeader | None = None
         self.phase = self.missing = ""
@@ -94,7 +94,11 @@ class RunHistory(RunObserver):
 
     def diagnosis(self) -> Diagnosis | None:
         """What recent steps waited for, by the medians of their parts; None: not known."""
-        return diagnose(median_step(self._recent), self._facts) if self._recent else None
+        return diagnose(median_step(self._recent)) if self._recent else None
+
+    def limit_and_advice(self) -> str:
+        """The same in a sentence, with what would shorten the steps; empty: not known. Takes up to a few seconds."""
+        return limit_and_advice(median_step(self._recent), self._advise) if self._recent else ""
 
     @property
     def remaining_s(self) -> float | None:
@@ -120,7 +124,7 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     """The summary of a run, with commands to continue and to export it; empty if it never made a step."""
     if history.header is None or not history.losses:
         return ""
-    diagnosis, checkpoint = history.diagnosis(), end.last_snapshot
+    checkpoint = end.last_snapshot
     how = "done" if end.exit_status == 0 else f"ended with status {end.exit_status}"
     took, now = figures.duration(sum(history.step_times_s)), len(history.losses)
     part = "" if now == end.steps_done else f" ({now} of them since it was resumed)"
@@ -130,7 +134,7 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     rows = {
         "loss": _losses(list(history.losses.values())),
         "speed": f"{rate}, {step_s} per step (medians)",
-        "its limit": diagnosis.sentence if diagnosis else "",
+        "its limit": history.limit_and_advice(),
         "validation": validation_text(history.validation) if history.validation else "",
         **_wire(history),
         "skipped": f"{len(history.skipped)} of these steps, for NaN or infinity" if history.skipped else "",

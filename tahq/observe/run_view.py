@@ -30,7 +30,7 @@ from tahq.coordinator.observer import (
 from tahq.coordinator.seats import stage_list
 from tahq.errors import UserError, brief
 from tahq.observe import figures
-from tahq.observe.bottleneck import WireFacts
+from tahq.observe.bottleneck import Advise
 from tahq.observe.metrics import MetricsFile
 from tahq.observe.run_history import RunHistory, summary_text, validation_text
 from tahq.observe.trace_file import TraceFiles
@@ -52,7 +52,7 @@ def watch_run(
     program: str = "tahq-launch",
     resume_command: str = "",
     export_command: str = "",
-    facts: WireFacts | None = None,
+    advise: Advise | None = None,
     traces: Path | None = None,
     start: int = 1,
     out: TextIO | None = None,
@@ -66,7 +66,7 @@ def watch_run(
         program: prefix of the last line on `err`.
         resume_command: for the summary.
         export_command: for the summary.
-        facts: codecs and shape of the run's links, to advise on them.
+        advise: for the summary.
         traces: folder for files of traced steps; None: none are written.
         start: number of this start of the run, from 1, for those files.
         out: for table, lines and summary; None: stdout.
@@ -76,7 +76,7 @@ def watch_run(
         UserError: metrics.jsonl cannot be written.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    history = RunHistory(facts)
+    history = RunHistory(advise)
     try:
         file = MetricsFile(metrics, start_step)
     except OSError as error:

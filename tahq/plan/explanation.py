@@ -113,13 +113,17 @@ def what_ifs(planned: Planned) -> tuple[WhatIf, ...]:
     Hosts, layers and micro-batches stay; schedule and depths are chosen again where a step is short enough for that.
     """
     best = planned.best.plan
-    links = [("rates twice as high", Speed(rates=2.0)), ("latency half as long", Speed(latency=0.5))]
-    questions = [(change, best, speed) for change, speed in (links if best.num_stages > 1 else [])]
-    questions.append(("hosts twice as fast", best, Speed(compute=0.5)))
+    questions = [(change, best, speed) for change, speed in faster(best).items()]
     questions += [(change, plan, Speed()) for change, plan in _fewer_bits(best)]
     # of long steps, which take seconds to simulate, the ratio of two quick simulations
     usual_s = step_time_s(planned.table, best) if is_long(best) else None
     return tuple(WhatIf(change, _tokens_per_s(planned, usual_s, plan, speed)) for change, plan, speed in questions)
+
+
+def faster(plan: PipelinePlan) -> dict[str, Speed]:
+    """Faster links and hosts, in words."""
+    links = {"rates twice as high": Speed(rates=2.0), "latency half as long": Speed(latency=0.5)}
+    return (links if plan.num_stages > 1 else {}) | {"hosts twice as fast": Speed(compute=0.5)}
 
 
 def _tokens_per_s(planned: Planned, usual_s: float | None, plan: PipelinePlan, speed: Speed) -> float:

@@ -4,7 +4,6 @@ Building takes two calls, because HELLO reports hashes and sizes before links ar
 configuration only, `connect` needs the plan and the transports.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -114,11 +113,6 @@ def chunk_module(
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
     return _slice(config, spec, blocks, device, random, weights, filled)
-
-
-def random_parts(config: ClusterConfig, spec: ModelSpec, parts: Parts, device: torch.device) -> ModelSlice:
-    """Any parts of the model as a stage computes them, for timing; their weights are random."""
-    return _slice(config, dataclasses.replace(spec, folder=None), parts, device, RandomContext(config.run.seed), True)
 
 
 def _slice(

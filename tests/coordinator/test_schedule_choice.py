@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_not_restored(saved):
 def test_depths_that_are_set_since_then_are_not_restored():
     pinned = ScheduleChoice("1f1b", (3, 2))
     saved = {"schedule": ["zero-bubble", 5, 4]}
-    assert ScheduleChanges(Searches(), pinned, saved, AtOnce(), LIMITS).present == pinned
+    assert ScheduleChanges(Searches(), pinned, saved, AtOnce(), LIMITS, are_depths_set=True).present == pinned
 
 
 def test_configured_schedule_never_changes():

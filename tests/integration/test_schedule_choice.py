@@ -30,6 +30,10 @@ def test_steps_get_shorter_and_the_result_stays(tmp_path, undisturbed):
     assert f"after step {first}: schedule {changes(run)[first]}" in run.stdout
     assert not changes(undisturbed)
     assert_same_run(run, undisturbed)
+    assert {row["schedule"] for row in run.metrics if row["step"] <= first} == {"1f1b"}
+    after = run.metrics[first]
+    assert changes(run)[first].startswith(f"{after['schedule']}, in flight {' '.join(map(str, after['in_flight']))} (")
+    assert all(stage["memory_bytes"] > 0 for stage in after["stages"])
     *before, last = (row["step_time_s"] for row in run.metrics if row["step"] <= first)
     assert run.metrics[-1]["step_time_s"] < 0.9 * min(*before, last)
 

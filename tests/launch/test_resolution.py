@@ -1,7 +1,6 @@
 """Resolved configurations: vocabulary, layers, profiles of networks, and measured rates."""
 
 import pytest
-import torch
 import yaml
 from support.cluster_files import EXAMPLES, LEAST, ClusterFile
 from support.runs import tiny
@@ -10,8 +9,6 @@ from tahq.comm.config import host_shaping
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, dump_yaml, load_config
 from tahq.errors import ConfigError
-from tahq.memory.galore.qgalore import low_rank_weights
-from tahq.models.slice import ModelSlice
 from tahq_launch.plan.dry_run import describe_network
 from tahq_launch.start.resolution import resolve_for_run, with_measured, with_profile
 from tahq_netem.network.description import load_profile, plan_network
@@ -27,36 +24,6 @@ def test_vocabulary_and_layers_are_written_out_and_resolving_again_changes_nothi
     assert resolved.model.vocab_size == 256
     assert resolved.pipeline.layers == [2, 2]
     assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
-
-
-@pytest.mark.parametrize(
-    ("sections", "bf16"),
-    [
-        ({"training": {"precision": "bf16", "activation_checkpointing": "block"}}, True),
-        ({"memory": {"activations": "coat"}}, False),
-        ({"training": {"optimizer": "qgalore"}}, False),
-    ],
-    ids=["bf16, recomputed", "coat", "low rank"],
-)
-def test_measured_balance_times_the_computation_of_a_stage(sections, bf16, monkeypatch):
-    timed = []
-    model = {"family": "llama", "intermediate_size": 96}
-    config = configured(model=model, pipeline={"stages": 2, "balance": "measured"}, **sections)
-    forward = ModelSlice.forward
-
-    def timed_forward(part, x):
-        timed.append((part, torch.is_autocast_enabled("cpu")))
-        return forward(part, x)
-
-    monkeypatch.setattr(ModelSlice, "forward", timed_forward)
-    layers = resolve_for_run(config).pipeline.layers
-    assert (sum(layers), min(layers) >= 1) == (config.model.num_layers, True)
-    blocks = {part for part, _ in timed if part.parts.blocks}
-    assert {autocast for _, autocast in timed} == {bf16}
-    assert {part.checkpoint_blocks for part in blocks} == {config.training.activation_checkpointing == "block"}
-    assert {bool(low_rank_weights(part)) for part in blocks} == {config.training.is_low_rank}
-    kinds = {type(module).__name__ for part in blocks for module in part.modules()}
-    assert ("CoatBlock" in kinds) == (config.memory.activations == "coat")
 
 
 def load(*overrides: str) -> ClusterConfig:

@@ -1,5 +1,4 @@
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -7,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.errors import ModelError
-from tahq.models.costs import counted_costs, mean_positions_seen, measured_costs
-from tahq.models.keyed_dropout import RandomContext
+from tahq.models.costs import counted_costs, mean_positions_seen
 from tahq.models.partition import BlockRange, LayerCosts, divide
-from tahq.models.slice import build_slice, slice_parameters
+from tahq.models.slice import slice_parameters
 
 from .conftest import FAMILIES, SEQ_LEN
 
@@ -108,12 +106,3 @@ def test_mean_positions_seen_equals_the_count_in_the_mask(seq_len, window):
     query, key = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
     seen = (key <= query) & (key > query - (window or seq_len))
     assert mean_positions_seen(seq_len, window) == seen.sum().item() / seq_len
-
-
-def test_measured_costs_time_every_kind_of_part(tiny_spec):
-    ticks = itertools.accumulate(itertools.cycle([1.0, 3.0]))
-    spec = tiny_spec("qwen2")
-    build = partial(build_slice, spec, seed=0, device="cpu", random=RandomContext(0))
-    costs = measured_costs(spec, 2, SEQ_LEN, "cpu", build, repeats=2, clock=lambda: next(ticks))
-    assert costs.embedding == costs.head == 3.0
-    assert costs.blocks == (3.0,) * 4

@@ -65,7 +65,8 @@ EXACT = [
     {"wire.threads": 2},
     (LOSSLESS, {"pipeline.stages": 2}),
     (LOSSLESS, {"pipeline.layers": [1, 2, 2, 3]}),
-    (LOSSLESS, {"pipeline.balance": "measured"}),
+    {"pipeline.balance": "counted"},
+    {"pipeline.first": {"schedule": "zero-bubble", "in_flight": [4, 3, 2, 1]}},
 ]
 INEXACT = [
     {"wire.gradients": "fixed:bits=10"},

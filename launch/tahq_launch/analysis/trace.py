@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ from tahq.config.file import load_config
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.errors import TahqError, UserError
 from tahq.observe import figures
-from tahq.observe.bottleneck import diagnose
+from tahq.observe.bottleneck import limit_and_advice
 from tahq.observe.metrics_reader import median_step, read_steps
 from tahq.observe.run_history import RECENT_STEPS
 from tahq.observe.trace_file import merged, read_picture, trace_path
 from tahq_launch.command_line import print_table, write_text
-from tahq_launch.start.codec_choice import wire_facts
+from tahq_launch.plan.advice import advice
 from tahq_launch.start.run_folder import RunFolder
 
 STAGE_TITLES = ("stage", "forward", "backward", "encode", "decode", "wait", "from", "memory", "other", "commit")
@@ -38,11 +39,10 @@ def print_trace(run: Path, step: int | None, output: Path | None) -> None:
     if record.links:
         print_table(LINK_TITLES, [_link_cells(link, record.step_time_s) for link in record.links], left=(0, 1))
     try:
-        facts = wire_facts(load_config(folder.config))
-    except TahqError:  # the configuration, or the model's folder that it names, cannot be read any more
-        facts = None
-    diagnosis = diagnose(record, facts)
-    print(diagnosis.sentence if diagnosis is not None else "the limit of the step is unknown: nothing was measured")
+        advise = partial(advice, load_config(folder.config))
+    except TahqError:  # it cannot be read any more
+        advise = None
+    print(limit_and_advice(record, advise) or "the limit of the step is unknown: nothing was measured")
     if output is not None:
         pictures = _pictures(folder, step)
         write_text(output, json.dumps(merged(pictures)))

@@ -65,16 +65,21 @@ class FirstPlan:
     lines: tuple[str, ...]
 
 
-class StoppedError(UserError):
-    """The measurement ended before it was complete; its reason has been printed."""
+class StoppedError(Exception):
+    """The measurement ended with this status before it was complete; its reason has been printed."""
 
     def __init__(self, exit_status: int) -> None:
-        super().__init__("the hosts could not be measured; see above")
-        self.exit_status = exit_status  # type: ignore[misc]
+        super().__init__(exit_status)
+        self.exit_status = exit_status
 
 
 def planned_start(start: StartRequest, *, measures: bool = True) -> StartRequest:
-    """The start of a new run with everything chosen; unchanged if nothing is open. Errors as of `first_plan`."""
+    """The start of a new run with everything chosen; unchanged if nothing is open.
+
+    Raises:
+        UserError: a mistake in the configuration, or the run's folder holds another run.
+        StoppedError: a worker was lost, or the user stopped the measurement.
+    """
     given = load_config(start.config_path, start.all_overrides)
     if measures:
         check_reachable(given)
@@ -95,8 +100,8 @@ def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = Tr
         return None
     config = resolve_for_run(given)
     spec = resolved_spec(config, None)
-    sizes = _micro_batches(given)
-    found = _given_numbers(given) or _cached(_cache_path(config, sizes), config)
+    sizes = open_micro_batches(given)
+    found = _given_numbers(given) or _cached(cache_path(config, sizes), config)
     if found is None:
         if not measures:
             return None
@@ -122,7 +127,7 @@ def _is_set(section: Any, key: str) -> bool:
     return key in section.model_fields_set
 
 
-def _micro_batches(given: ClusterConfig) -> tuple[int, ...]:
+def open_micro_batches(given: ClusterConfig) -> tuple[int, ...]:
     """The sizes to choose from."""
     training = given.training
     if _is_set(training, "micro_batch") or training.is_fused or given.model.sleep is not None:
@@ -134,7 +139,7 @@ def _codecs(given: ClusterConfig) -> dict[str, tuple[str, ...]]:
     """The codecs to choose from by direction, from the most faithful to the floor."""
     found = {}
     for direction, spec in given.wire.specs().items():
-        names = (spec,)
+        names: tuple[str, ...] = (spec,)
         if not _is_set(given.wire, direction) and given.wire.follow is None:
             ladder = [str(CodecSpec.parse(rung)) for rung in LADDER[direction]]
             floor = str(CodecSpec.parse(getattr(FLOOR, direction)))
@@ -155,7 +160,7 @@ def _given_numbers(given: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
     return cluster, f"figures of {path}"
 
 
-def _cache_path(config: ClusterConfig, sizes: Sequence[int]) -> Path:
+def cache_path(config: ClusterConfig, sizes: Sequence[int]) -> Path:
     """The file for the figures of these hosts and this model: whatever they depend on is in its name."""
     parts = {
         "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
@@ -208,7 +213,7 @@ def _measured(config: ClusterConfig, start: StartRequest, sizes: Sequence[int]) 
         announce(f"the workers' logs are in {folder}")
         raise StoppedError(status or 1)
     shutil.rmtree(folder)
-    path = _cache_path(config, sizes)
+    path = cache_path(config, sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_numbers(cluster, path, is_complete=True)
     return cluster, "measured just now"
@@ -248,12 +253,15 @@ def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
 
 
 def _problem(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers) -> PlanProblem:
-    schedule = config.pipeline.schedule
-    problem = problem_of(config, spec, cluster, PlanChoices(schedules=() if schedule == "auto" else (schedule,)))
-    sizes = _measured_sizes(cluster.hosts) & set(_micro_batches(given))
+    schedules = () if config.pipeline.schedule == "auto" else (config.pipeline.schedule,)
+    if not schedules and config.pipeline.depths is not None:
+        schedules = ("1f1b",)  # which takes any depths
+    problem = problem_of(config, spec, cluster, PlanChoices(schedules=schedules))
+    sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
     codecs = _codecs(given)
     may_reorder = config.hosts != "local"
-    may_leave_out = may_reorder and not _is_set(given.pipeline, "stages")
+    is_listed = isinstance(given.pipeline.in_flight, list)
+    may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
     return replace(
         problem,
         model=replace(problem.model, held={size: held for size, held in problem.model.held.items() if size in sizes}),
@@ -286,8 +294,11 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, planned: Planned, origi
     best, table = planned.best.plan, planned.table
     done, notes = planned_config(config, table, best)
     values = done.model_dump(mode="json")
-    if config.pipeline.schedule == "auto":
-        first = {"schedule": best.schedule, "in_flight": list(best.depths) or None}
+    depths = values["pipeline"]["in_flight"] if given.pipeline.in_flight is None else None
+    if given.pipeline.in_flight is not None:
+        values["pipeline"]["in_flight"] = given.pipeline.in_flight
+    if given.pipeline.schedule == "auto":
+        first = {"schedule": best.schedule, "in_flight": depths}
         values["pipeline"] |= {"schedule": "auto", "in_flight": given.pipeline.in_flight, "first": first}
     final = _validated(values)
     return FirstPlan(final, tuple(_lines(given, final, planned, origin, notes)))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from tahq.comm.control.server import ControlServer
 from tahq.config.cluster import ClusterConfig
@@ -89,7 +90,7 @@ def measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tupl
         measuring = Measuring(_completed(request, config), measured, labels if in_namespaces else computers)
         coordinator_options = replace(prepared.options, is_measuring=True, hosts=measured.names)
         history = RunHistory()
-        lines = Observers([history, _Lines(sys.stdout, history)])
+        lines = Observers([history, _Lines(sys.stdout, history, start.program)])
         return Coordinator(coordinator_options, server, lines, measuring=measuring)
 
     # Dividing by measured cost would time the layers here; the workers are about to do that.
@@ -122,7 +123,11 @@ def micro_batches_of(config: ClusterConfig) -> tuple[int, ...]:
 
 
 class _Lines(PlainLines):
-    """The lines of a run, with what is measured."""
+    """The lines of a run, with what is measured; the reason for an early end begins with the program's name."""
+
+    def __init__(self, stream: TextIO, history: RunHistory, program: str) -> None:
+        super().__init__(stream, history)
+        self._program = program
 
     def opened(self, header: RunHeader) -> None:
         self.announce(f"measuring {header.num_stages} hosts, coordinator at {header.address}")
@@ -134,7 +139,7 @@ class _Lines(PlainLines):
 
     def ended(self, end: RunEnd) -> None:
         if end.exit_status:
-            print(f"tahq measure: {end.message}", file=sys.stderr, flush=True)
+            print(f"{self._program}: {end.message}", file=sys.stderr, flush=True)
 
 
 def write_numbers(numbers: ClusterNumbers, output: Path, *, is_complete: bool) -> Path:

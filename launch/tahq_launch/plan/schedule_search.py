@@ -7,19 +7,17 @@ latencies are those of `links` where it limits them; where it does not, a rate i
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
+from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
+from tahq.plan.changes import best_schedule
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
-from tahq.plan.explanation import with_schedules
-from tahq.plan.prediction import fits_memory, predict
+from tahq.plan.prediction import predict
 from tahq.plan.problem import PipelinePlan, PlanProblem
-from tahq.plan.search.search import Simulations, deepened, in_flight
-from tahq.plan.search.stages import StageCosts
+from tahq.plan.search.search import Simulations
 from tahq.plan.search.table import ClusterTable
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.numbers import estimated_numbers
@@ -27,7 +25,6 @@ from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
 
 _SEEN = 0.02
 """Share of a step that a link must have been busy for its rate to be known."""
-_ABOUT_AS_FAST = 0.002
 _BUDGET_ACTIONS = 50_000
 """Actions after which no more plans are simulated: a second or two beside the run."""
 
@@ -39,40 +36,24 @@ def schedule_search(config: ClusterConfig) -> Choose | None:
         return None
 
     def choose(steps: Sequence[StepRecord], present: ScheduleChoice, memory: Sequence[int]) -> Proposal:
-        step, spec = median_step(steps), resolved_spec(config, None)
-        problem = problem_of(config, spec, _measured(config, spec, step, memory), PlanChoices())
-        plan = _running(config, problem, step, present)
-        return _search(
-            Simulations(ClusterTable(problem), _BUDGET_ACTIONS), plan, fixed_depths=pipeline.depths is not None
-        )
+        table, plan = measured_run(config, median_step(steps), present, memory)
+        chosen = best_schedule(Simulations(table, _BUDGET_ACTIONS), plan, fixed_depths=pipeline.depths is not None)
+        step_s, present_s = (predict(table, each).step_s for each in (chosen, plan))
+        return Proposal(ScheduleChoice(chosen.schedule, chosen.depths), step_s, present_s)
 
     return choose
 
 
-def _search(simulations: Simulations, plan: PipelinePlan, *, fixed_depths: bool) -> Proposal:
-    table, times_s = simulations.table, simulations.times_s
-    names = (name for name in table.problem.schedules if name != "gpipe")  # which has no depths
-    others = (replace(plan, schedule=name) for name in names) if fixed_depths else with_schedules(table, plan)
-    for each in (plan, *others):
-        if not simulations.is_exhausted and (each == plan or fits_memory(table, each)):
-            simulations.time_s(each)
-    best: PipelinePlan | None = None if fixed_depths else simulations.ranked()[0]
-    while best is not None and not simulations.is_exhausted:
-        best = next(_better(simulations, best), None)
-    limit_s = (1 + _ABOUT_AS_FAST) * min(times_s.values())
-    chosen = min((each for each in times_s if times_s[each] <= limit_s), key=in_flight)
-    present_s, step_s = (predict(table, each).step_s for each in (plan, chosen))
-    return Proposal(ScheduleChoice(chosen.schedule, chosen.depths), step_s, present_s)
+def measured_run(
+    config: ClusterConfig, step: StepRecord, present: ScheduleChoice, memory: Sequence[int]
+) -> tuple[ClusterTable, PipelinePlan]:
+    """The problem of a resolved configuration without chunks, and the run as its plan.
 
-
-def _better(simulations: Simulations, plan: PipelinePlan) -> Iterator[PipelinePlan]:
-    """Plans with a few micro-batches more or fewer in flight that are faster, and fit the memory."""
-    limits = StageCosts.of(simulations.table, plan).depth_limits(np.array(plan.layers, dtype=float))
-    for depths in deepened(plan.depths):
-        if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
-            other = replace(plan, depths=depths)
-            if simulations.time_s(other) < (1 - _ABOUT_AS_FAST) * simulations.time_s(plan):
-                yield other
+    `step` has been measured under `present`; `memory` is in bytes by stage, 0: unknown.
+    """
+    spec = resolved_spec(config, None)
+    problem = problem_of(config, spec, _measured(config, spec, step, memory), PlanChoices())
+    return ClusterTable(problem), _running(config, problem, step, present)
 
 
 def _running(config: ClusterConfig, problem: PlanProblem, step: StepRecord, present: ScheduleChoice) -> PipelinePlan:
@@ -94,12 +75,14 @@ def _running(config: ClusterConfig, problem: PlanProblem, step: StepRecord, pres
 def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: Sequence[int]) -> ClusterNumbers:
     """What the step has shown of hosts and paths."""
     configured, _ = estimated_numbers(config, spec)
+    costs = counted_costs(spec, config.data.seq_len)
+    head = 0.0 if config.model.sleep else costs.head * len(costs.blocks) / sum(costs.blocks)
     layers = config.pipeline.layers or []
     hosts = [
         host.model_copy(
             update={
                 "memory": memory[stage] or None,
-                "compute": [_layer_times(config, step.stages[stage], layers[stage])],
+                "compute": [_layer_times(config, step.stages[stage], layers[stage], head)],
                 "codecs": _codec_times(step, stage),
             }
         )
@@ -108,16 +91,22 @@ def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: 
     return configured.model_copy(update={"hosts": hosts, "paths": list(_paths(configured, hosts, step.links))})
 
 
-def _layer_times(config: ClusterConfig, stage: StageRecord, layers: int) -> LayerTimes:
-    """Seconds of one of a stage's blocks; embedding and head count in, since layers stay where they are."""
-    each = config.training.num_micro_batches * layers
-    backward = stage.split.backward_s / each
+def _layer_times(config: ClusterConfig, stage: StageRecord, layers: int, head: float) -> LayerTimes:
+    """Seconds of one of a stage's blocks, and of the head, which takes as long as `head` blocks.
+
+    They add up to what the stage has measured: it has the head if it is the last. The embedding counts as its blocks'.
+    """
+    is_last = stage.stage == config.pipeline.stages - 1
+    each = config.training.num_micro_batches * (layers + is_last * head)
+    forward, backward = max(1e-9, stage.split.forward_s / each), stage.split.backward_s / each
     part = stage.timing.get("input_gradient")
     return LayerTimes(
         micro_batch=config.training.micro_batch,
-        block_forward=max(1e-9, stage.split.forward_s / each),
+        block_forward=forward,
         block_backward=backward,
         block_input_gradient=None if part is None else min(backward, part / each),
+        last_forward=head * forward,
+        last_backward=head * backward,
     )
 
 

@@ -8,7 +8,6 @@ from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.link_codecs import CodecOptions, FollowRules, LinkKey, Recorded
 from tahq.coordinator.observer import Traffic
 from tahq.errors import ConfigError, UserError
-from tahq.observe.bottleneck import WireFacts
 from tahq.observe.metrics_reader import read_lines
 from tahq.quant.ladder import Ladder, ladder_for
 from tahq.worker.assembly import resolved_spec
@@ -29,7 +28,8 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
 
 
 def _ladders(config: ClusterConfig) -> dict[Traffic, Ladder]:
-    shape = wire_facts(config).shape
+    channels = config.model.hidden_size or resolved_spec(config, None).hidden_size
+    shape = (config.training.micro_batch, config.data.seq_len, channels)
     ladders: dict[Traffic, Ladder] = {}
     for name, rungs in config.wire.rungs().items():
         try:
@@ -73,10 +73,3 @@ def _step(row: dict[str, Any]) -> tuple[int, dict[LinkKey, str]]:
             raise ValueError(f"direction {link['direction']!r}")
         codecs[LinkKey(int(link["link"]), link["direction"])] = str(link["codec"])
     return int(row["step"]), codecs
-
-
-def wire_facts(config: ClusterConfig) -> WireFacts:
-    """Codecs and boundary shape of a resolved configuration."""
-    channels = config.model.hidden_size or resolved_spec(config, None).hidden_size
-    shape = (config.training.micro_batch, config.data.seq_len, channels)
-    return WireFacts(config.wire.activations, config.wire.gradients, shape)

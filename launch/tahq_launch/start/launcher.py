@@ -21,7 +21,7 @@ from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import watch_run
 from tahq_launch.command_line import announce
-from tahq_launch.start.codec_choice import wire_facts
+from tahq_launch.plan.advice import advice
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.start.run_keys import PLAIN
 from tahq_launch.start.worker_command import (
@@ -115,7 +115,7 @@ def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: 
         program=request.program,
         resume_command=request.resume_command,
         export_command=f"tahq export {prepared.folder.path} {prepared.folder.path.name}-hf",
-        facts=wire_facts(prepared.config),
+        advise=partial(advice, prepared.config),
         traces=prepared.folder.traces,
         start=prepared.options.epoch,
     )

@@ -1,20 +1,15 @@
 """Resolves a configuration: fills in values that only the machine that starts a run can know.
 
-Workers that hold no data do not read the tokenizer, and a measured division would come out differently
-on every machine; so vocabulary and layers are written into the configuration before any worker receives it. So are
-the hosts that `links.profile` stands for, and the figures of `links.measured`: caps that are shares become rates, and
-links get as many TCP connections as two neighbours were found to need.
+Workers that hold no data do not read the tokenizer; so vocabulary and layers are written into the configuration before
+any worker receives it. So are the hosts that `links.profile` stands for, and the figures of `links.measured`: caps that
+are shares become rates, and links get as many TCP connections as two neighbours were found to need.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-
-import torch
 
 from tahq.comm.config import HostRates, host_shaping, with_measured_rates
 from tahq.comm.link.spec import MAX_CONNECTIONS
@@ -23,12 +18,11 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
-from tahq.models.costs import counted_costs, measured_costs
-from tahq.models.model_spec import ModelSpec, load_spec
-from tahq.models.partition import LayerCosts, divide
+from tahq.models.costs import counted_costs
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import divide
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.typed_yaml.mistakes import Origins, validated
-from tahq.worker.assembly import computes_in_bf16, random_parts
 from tahq_launch.plan.numbers import check_names, read_numbers
 
 log = logging.getLogger(__name__)
@@ -38,14 +32,14 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with every value that machines could choose differently filled in.
 
     Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
-    by counted or by measured cost, and the figures of `links.profile` and `links.measured`. Resolving twice
+    by counted cost, and the figures of `links.profile` and `links.measured`. Resolving twice
     changes nothing. UserError if profile, caps, tokenizer or model do not fit the rest.
     """
     config = resolve(with_measured(with_profile(config)))
     _check_uplinks(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
-    ranges = divide(_costs(config, spec), config.pipeline.num_chunks, config.pipeline.layers)
+    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
     vocabulary = {"vocab_size": spec.vocab_size} if config.model.path is None else {}
     model = config.model.model_copy(update=vocabulary)
     pipeline = config.pipeline.model_copy(update={"layers": list(map(len, ranges))})
@@ -122,16 +116,3 @@ def needed_connections(cluster: ClusterNumbers, names: Sequence[str]) -> int:
     neighbours = {frozenset(pair) for pair in pairwise(names)}
     needed = [path.connections or 1 for path in cluster.paths if frozenset((path.source, path.target)) in neighbours]
     return min(MAX_CONNECTIONS, max(needed, default=1))
-
-
-def _costs(config: ClusterConfig, spec: ModelSpec) -> LayerCosts:
-    if config.pipeline.balance == "counted" or config.pipeline.layers is not None:
-        return counted_costs(spec, config.data.seq_len)
-    device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
-    costs = measured_costs(
-        *(spec, config.training.micro_batch, config.data.seq_len, device),
-        build=partial(random_parts, config, spec, device=device),
-        bf16=computes_in_bf16(config, device),
-    )
-    log.info("measured costs in seconds on %s: %s", device, dataclasses.asdict(costs))
-    return costs

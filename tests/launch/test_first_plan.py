@@ -1,0 +1,186 @@
+"""What is chosen before the first step: what is open, from figures that were measured, within every host's memory."""
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import dump_yaml, load_config
+from tahq.config.stage_estimate import stage_estimate
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
+from tahq.worker.assembly import resolved_spec
+from tahq_launch.plan.first_plan import cache_path, first_plan, open_micro_batches
+from tahq_launch.plan.measure import write_numbers
+from tahq_launch.start.prepared_run import StartRequest, continued_config
+from tahq_launch.start.resolution import resolve_for_run
+
+OPEN = {
+    "run": {"name": "tiny"},
+    "model": {"family": "gpt2", "num_layers": 8, "hidden_size": 64, "num_heads": 2, "vocab_size": 300},
+    "data": {"text": "stdlib", "seq_len": 32},
+}
+FOUR_HOSTS = {"hosts": [{"address": f"192.0.2.{n}", "ssh": f"host{n}"} for n in range(1, 5)]}
+
+
+def load_config_of(values):
+    return ClusterConfig.model_validate(values)
+
+
+def planner_in(folder, monkeypatch):
+    """planned(config, speeds, memory): the first plan with measurements of so many seconds per block and sample."""
+    monkeypatch.setenv("TAHQ_CACHE", str(folder))
+
+    def find(values, speeds=(0.01,) * 4, memory=None, rates=None):
+        path = folder / "cluster.yaml"
+        path.write_text(yaml.safe_dump(values))
+        read = load_config(path)
+        config, sizes = resolve_for_run(read), open_micro_batches(read)
+        names = host_labels(config.hosts, config.pipeline.stages)
+        hosts = [
+            HostNumbers(
+                name=name,
+                memory=memory,
+                compute=[LayerTimes(micro_batch=n, block_forward=n * s, block_backward=2 * n * s) for n in sizes],
+            )
+            for name, s in zip(names, speeds, strict=False)
+        ]
+        paths = [PathNumbers(source=a, target=b, rate=rate) for (a, b), rate in (rates or {}).items()]
+        target = cache_path(config, sizes)
+        target.parent.mkdir(exist_ok=True)
+        write_numbers(ClusterNumbers(hosts=hosts, paths=paths), target, is_complete=True)
+        return first_plan(read, StartRequest(path), measures=False)
+
+    return find
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    return planner_in(tmp_path, monkeypatch)
+
+
+def test_nothing_is_measured_where_nothing_is_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("TAHQ_CACHE", str(tmp_path))
+    for pipeline in ({"balance": "counted"}, {"layers": [2, 2, 2, 2]}):
+        path = tmp_path / "cluster.yaml"
+        path.write_text(yaml.safe_dump(OPEN | {"pipeline": pipeline}))
+        assert first_plan(load_config(path), StartRequest(path)) is None
+
+
+def test_model_and_data_are_enough(planned):
+    found = planned(OPEN)
+    config = found.config
+    assert (config.training.epochs, config.pipeline.stages, sum(config.pipeline.layers)) == (1.0, 4, 8)
+    assert config.pipeline.first is not None
+    assert config.pipeline.schedule == "auto"
+    assert {"raw:dtype=bf16"} == set(config.wire.specs().values())  # nothing is slow between workers of one machine
+    assert [line.split()[0] for line in found.lines] == ["planned", "layers", f"{32 // config.training.micro_batch}", "schedule", "codecs"]
+
+
+def test_choices_are_keys_and_read_back_equal(planned, tmp_path):
+    config = planned(OPEN | FOUR_HOSTS, speeds=(0.01, 0.02, 0.04, 0.02)).config
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config))
+    again = load_config(path)
+    assert again == config
+    assert first_plan(again, StartRequest(path)) is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"training": {"micro_batch": 2}},
+        {"pipeline": {"schedule": "1f1b", "in_flight": 3}},
+        {"pipeline": {"stages": 4}},
+        {"wire": {"activations": "tah", "gradients": "fixed:bits=8"}},
+        {"links": {"first": "gradients"}},
+        {"pipeline": {"in_flight": [5, 4, 3, 2]}},
+    ],
+    ids=str,
+)
+def test_key_that_is_set_is_never_overridden(planned, keys):
+    config = planned(OPEN | FOUR_HOSTS | keys, speeds=(0.01, 0.02, 0.04, 0.02)).config
+    for section, values in keys.items():
+        found = getattr(resolve_for_run(config), section).model_dump(mode="json")
+        for key, value in values.items():
+            shown = found[key].partition(":")[0] if section == "wire" else found[key]
+            assert shown == (value.partition(":")[0] if section == "wire" else value)
+
+
+def test_slow_host_is_left_out_unless_stages_say_otherwise(planned):
+    speeds = (0.01, 1.0, 0.01, 0.01)
+    addresses = [host.address for host in planned(OPEN | FOUR_HOSTS, speeds).config.hosts]
+    assert "192.0.2.2" not in addresses
+    kept = planned(OPEN | FOUR_HOSTS | {"pipeline": {"stages": 4}}, speeds).config
+    assert len(kept.hosts) == 4
+    assert kept.pipeline.layers[[host.address for host in kept.hosts].index("192.0.2.2")] == 1
+
+
+def test_neighbours_have_fast_paths_between_them(planned):
+    names = [host["address"] for host in FOUR_HOSTS["hosts"]]
+    fast = [(names[0], names[2]), (names[2], names[1]), (names[1], names[3])]
+    rates = {(a, b): 1e9 if (a, b) in fast or (b, a) in fast else 1e6 for a in names for b in names if a != b}
+    config = planned(OPEN | FOUR_HOSTS | {"pipeline": {"stages": 4}}, speeds=(0.001,) * 4, rates=rates).config
+    order = [host.address for host in config.hosts]
+    assert order in ([names[0], names[2], names[1], names[3]], [names[3], names[1], names[2], names[0]])
+
+
+def test_slow_paths_get_the_fewest_bits_that_quality_allows(planned):
+    names = [host["address"] for host in FOUR_HOSTS["hosts"]]
+    rates = {(a, b): 1e6 for a in names for b in names if a != b}
+    wire = planned(OPEN | FOUR_HOSTS | {"pipeline": {"stages": 4}}, speeds=(0.001,) * 4, rates=rates).config.wire
+    default = resolve_for_run(load_config_of(OPEN)).wire
+    assert (wire.activations, wire.gradients) == (default.activations, default.gradients)
+
+
+def test_resumed_run_keeps_what_was_planned(planned, tmp_path):
+    values = OPEN | FOUR_HOSTS
+    config = planned(values, speeds=(0.01, 1.0, 0.02, 0.04)).config
+    continued = continued_config(config.model_dump(mode="json"), load_config_of(values))
+    for section in ("hosts", "pipeline", "wire"):
+        assert getattr(continued, section) == getattr(config, section)
+    assert continued.training.micro_batch == config.training.micro_batch
+    other = continued_config(config.model_dump(mode="json"), load_config_of(values | {"training": {"micro_batch": 1}}))
+    assert other.training.micro_batch == 1
+
+
+@settings(max_examples=60)
+@given(
+    layers=st.integers(4, 12),
+    width=st.sampled_from([64, 128, 256]),
+    batch=st.sampled_from([4, 6, 8, 16]),
+    stages=st.integers(2, 4),
+    share=st.floats(1.0, 4.0),
+    delay=st.sampled_from([0, 50, 150]),
+    recompute=st.sampled_from(["none", "block"]),
+)
+def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(
+    layers, width, batch, stages, share, delay, recompute, tmp_path_factory
+):
+    """Each host has `share` times the memory that the fullest stage needs with one sample in flight."""
+    values = {
+        **OPEN,
+        "model": {**OPEN["model"], "num_layers": layers, "hidden_size": width},
+        "training": {"steps": 1, "global_batch": batch, "activation_checkpointing": recompute},
+        "pipeline": {"stages": stages},
+        "links": {"rate": "100mbit", "delay": f"{delay}ms"},
+    }
+    least = load_config_of(values | {"pipeline": {"stages": stages, "in_flight": 1, "balance": "counted"}})
+    least = resolve_for_run(least.model_copy(update={"training": least.training.model_copy(update={"micro_batch": 1})}))
+    limit = share * max(needs(least, stage) for stage in range(stages))
+    with pytest.MonkeyPatch.context() as patch:
+        found = planner_in(tmp_path_factory.mktemp("plan"), patch)(values, memory=int(limit / 0.9) + 1)
+    assert max(needs(found.config, stage) for stage in range(stages)) <= limit * 1.001
+
+
+def needs(config, stage):
+    return stage_estimate(config, resolved_spec(config, None), stage, bf16=False).total
+
+
+def test_figures_of_another_model_are_not_used(planned):
+    config = resolve_for_run(load_config_of(OPEN))
+    other = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": 64})})
+    assert cache_path(config, (1, 2)) != cache_path(other, (1, 2))
+    assert cache_path(config, (1, 2)) != cache_path(config, (1, 2, 4))
+    renamed = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
+    assert cache_path(config, (1, 2)) == cache_path(renamed, (1, 2))
