@@ -23,7 +23,7 @@ from tahq.plan.search.stages import StageCosts, best_divisions, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 from tahq.quant.config import WireConfig
 
-Kind = Literal["schedule", "layers", "hosts", "codecs"]
+ChangeKind = Literal["schedule", "layers", "hosts", "codecs"]
 
 _ABOUT_AS_FAST = 0.002
 _NUM_DIVISIONS = 200
@@ -32,13 +32,13 @@ _BUDGET_ACTIONS = 15_000
 
 
 def best_changes(
-    table: ClusterTable, plan: PipelinePlan, kinds: Sequence[Kind], *, adapts_depths: bool = False
-) -> dict[Kind, PipelinePlan]:
+    table: ClusterTable, plan: PipelinePlan, kinds: Sequence[ChangeKind], *, adapts_depths: bool = False
+) -> dict[ChangeKind, PipelinePlan]:
     """The best change of each kind; kinds that do not make steps shorter are left out.
 
     With `adapts_depths`, fewer micro-batches are in flight where other layers or hosts have no memory for as many.
     """
-    found: dict[Kind, PipelinePlan] = {}
+    found: dict[ChangeKind, PipelinePlan] = {}
     for kind in kinds:
         simulations = Simulations(table, _BUDGET_ACTIONS)
         if kind == "schedule":

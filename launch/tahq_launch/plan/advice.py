@@ -10,7 +10,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import LEAST_GAIN, ScheduleChoice
 from tahq.observe import figures
-from tahq.plan.changes import Kind, best_changes, seconds
+from tahq.plan.changes import ChangeKind, best_changes, seconds
 from tahq.plan.explanation import faster
 from tahq.plan.prediction import fits_memory
 from tahq.plan.problem import PipelinePlan, named
@@ -52,7 +52,7 @@ def _advice(config: ClusterConfig, step: StepRecord) -> str:
     return f"{what} would make steps {figures.share(gains[kind])} shorter: {command}"
 
 
-def _kinds(config: ClusterConfig) -> Iterator[Kind]:
+def _kinds(config: ClusterConfig) -> Iterator[ChangeKind]:
     """The changes that this run may make and does not make by itself; a sleeping stage's times are set."""
     pipeline = config.pipeline
     if pipeline.stages == 1:
@@ -68,7 +68,7 @@ def _kinds(config: ClusterConfig) -> Iterator[Kind]:
 
 
 def _in_words(
-    config: ClusterConfig, table: ClusterTable, plan: PipelinePlan, changed: PipelinePlan, kind: Kind
+    config: ClusterConfig, table: ClusterTable, plan: PipelinePlan, changed: PipelinePlan, kind: ChangeKind
 ) -> tuple[str, str]:
     """A change, and the command or the edit that makes it; a resumed run takes any of them."""
     if kind == "schedule":
