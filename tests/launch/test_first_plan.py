@@ -74,7 +74,13 @@ def test_model_and_data_are_enough(planned):
     assert config.pipeline.first is not None
     assert config.pipeline.schedule == "auto"
     assert {"raw:dtype=bf16"} == set(config.wire.specs().values())  # nothing is slow between workers of one machine
-    assert [line.split()[0] for line in found.lines] == ["planned", "layers", f"{32 // config.training.micro_batch}", "schedule", "codecs"]
+    assert [line.split()[0] for line in found.lines] == [
+        "planned",
+        "layers",
+        f"{32 // config.training.micro_batch}",
+        "schedule",
+        "codecs",
+    ]
 
 
 def test_choices_are_keys_and_read_back_equal(planned, tmp_path):

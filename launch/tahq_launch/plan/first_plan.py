@@ -112,7 +112,7 @@ def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = Tr
     try:
         planned = plan(problem)
     except UserError as error:
-        return _shallow(config, f"the planner found nothing that fits: {error}")
+        return _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
     return _chosen(given, config, planned, origin)
 
 
@@ -277,13 +277,15 @@ def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
     return set.intersection(*({times.micro_batch for times in host.compute} for host in hosts))
 
 
-def _shallow(config: ClusterConfig, why: str) -> FirstPlan:
+def _shallow(config: ClusterConfig, micro_batch: int, why: str) -> FirstPlan:
     """What needs the least memory: nothing is known to fit, but it may."""
+    training = config.training.model_dump(mode="json") | {"micro_batch": micro_batch}
     pipeline = config.pipeline.model_dump(mode="json")
     if config.pipeline.schedule == "auto" and config.pipeline.in_flight is None:
         pipeline["first"] = {"schedule": "1f1b", "in_flight": [1] * config.pipeline.stages}
-    line = f"warning: {why}; beginning with one micro-batch in flight"
-    return FirstPlan(_validated(config.model_dump(mode="json") | {"pipeline": pipeline}), (line,))
+    line = f"warning: {why}; beginning with one micro-batch of {micro_batch} in flight"
+    values = config.model_dump(mode="json") | {"pipeline": pipeline, "training": training}
+    return FirstPlan(_validated(values), (line,))
 
 
 def _validated(values: dict[str, Any]) -> ClusterConfig:
