@@ -1,0 +1,46 @@
+"""A file with model and data alone: measured, planned and trained; the same again, from its config.yaml, and resumed."""
+
+import yaml
+from support.runs import launch, train
+
+MINIMAL = {
+    "run": {"name": "first", "threads": 1},
+    "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 2},
+    "data": {"text": "stdlib", "seq_len": 32},
+    "training": {"steps": 3, "global_batch": 8},
+    "pipeline": {"stages": 2},
+}
+
+
+def named(values, name):
+    return values | {"run": values["run"] | {"name": name}}
+
+
+def test_run_is_planned_once_and_repeated_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setenv("TAHQ_CACHE", str(tmp_path / "cache"))
+    first = train(tmp_path, MINIMAL)
+    losses = first.losses
+    assert "measuring compute" in first.stdout
+    assert "planned for" in first.stdout
+    config = yaml.safe_load((first.folder / "config.yaml").read_text())
+    assert sum(config["pipeline"]["layers"]) == 4
+    assert config["pipeline"]["first"]["schedule"] in first.stdout
+
+    dry = launch(tmp_path, named(MINIMAL, "dry"), "--dry-run")
+    assert dry.stdout.startswith("planned for")
+
+    second = train(tmp_path, named(MINIMAL, "second"))
+    assert "measuring" not in second.stdout
+    assert "measured 0 minutes ago" in second.stdout
+    assert second.losses == losses
+
+    third = train(tmp_path / "third", named(config, "third"))
+    assert "planned for" not in third.stdout
+    assert third.losses == losses
+
+    resumed = train(tmp_path, MINIMAL | {"training": MINIMAL["training"] | {"steps": 5}}, "--resume")
+    assert "planned for" not in resumed.stdout
+    assert resumed.losses[:3] == losses
+    kept = yaml.safe_load((first.folder / "config.yaml").read_text())
+    assert kept["pipeline"] == config["pipeline"]
+    assert kept["training"]["micro_batch"] == config["training"]["micro_batch"]
