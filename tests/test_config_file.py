@@ -20,7 +20,7 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
 
 def test_minimal_configuration_has_defaults_and_is_frozen(file):
     config = file.load(LEAST)
-    assert (config.wire.activations, config.links.rate, config.hosts) == ("wf", 1e8, "local")
+    assert (config.wire.activations, config.links.rate, config.hosts) == ("wf:bits=5", 1e8, "local")
     assert config.training.num_micro_batches == 4
     with pytest.raises(ValueError, match="frozen"):
         config.training.steps = 5

@@ -16,7 +16,7 @@ import yaml
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError, brief
-from tahq.quant.config import PAPER, PAPER_WORD
+from tahq.quant.config import WORDS
 from tahq.typed_yaml.mistakes import Origins, dotted, read_document, validated, with_place
 from tahq.typed_yaml.positions import KeyPath, YamlError, parse_yaml, plain_scalar
 from tahq.units import WRITTEN_BY_HAND, Section
@@ -102,8 +102,8 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
 
 def _with_keys(path: KeyPath, section: Any) -> Any:
     """The section that an override changes, as keys: none if it is empty, those that a word such as `paper` means."""
-    if path == ("wire",) and section == PAPER_WORD:
-        return dict(PAPER)
+    if path == ("wire",) and isinstance(section, str) and section in WORDS:
+        return dict(WORDS[section])
     return {} if section is None or (path, section) == (("wire", "follow"), True) else section
 
 

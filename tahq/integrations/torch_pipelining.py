@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from tahq.errors import CodecError, ConfigError
 from tahq.integrations.boundary_packing import ACTIVATION, GRADIENT, BoundaryPacking, Crossing, Slot
 from tahq.quant import AUTO, Codec, get_codec
+from tahq.quant.quality import FLOOR
 
 SUPPORTED = ("2.13",)
 """Releases of torch whose schedules tests/integrations has tried."""
@@ -47,8 +48,8 @@ Stages = TypeVar("Stages", bound=PipelineStage | Sequence[PipelineStage])
 def compress(
     stages: Stages,
     *,
-    activations: str = "wf",
-    gradients: str = "eden",
+    activations: str = FLOOR.activations,
+    gradients: str = FLOOR.gradients,
     seed: int = 0,
     step: int = 0,
     backend: str = AUTO,

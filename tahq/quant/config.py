@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tahq.errors import ConfigError
 from tahq.quant.ladder import default_ladder, refuse_memory
+from tahq.quant.quality import FLOOR
 from tahq.quant.spec import EDEN_USEFUL_BITS, AqsgdSpec, CodecSpec, EdenSpec
 from tahq.units import Section
 
@@ -19,6 +20,8 @@ _log = logging.getLogger(__name__)
 PAPER_WORD = "paper"
 PAPER: Mapping[str, str] = MappingProxyType({"activations": "tah", "gradients": "fixed:bits=8"})
 """The codecs that `wire: paper` selects: TAH-Quant's pair, with 8-bit gradients."""
+WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType({PAPER_WORD: PAPER, "auto": {}})
+"""Words in place of the section."""
 
 
 @cache
@@ -91,12 +94,12 @@ class FollowConfig(Section):
 class WireConfig(Section):
     """The codec of each direction, and its backend; docs/dev/wire-format.md has the specs.
 
-    The word `paper` in place of the section means TAH activations and 8-bit fixed-point gradients. `follow` may be
-    true or false.
+    The word `paper` in place of the section means TAH activations and 8-bit fixed-point gradients, `auto` that nothing
+    is set: the default is the floor of `tahq.quant.quality`. `follow` may be true or false.
     """
 
-    activations: str = "wf"
-    gradients: str = "eden"
+    activations: str = FLOOR.activations
+    gradients: str = FLOOR.gradients
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     threads: int = Field(default=1, ge=1)
     follow: FollowConfig | None = None
@@ -106,10 +109,10 @@ class WireConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_words(cls, value: Any) -> Any:
-        if value == PAPER_WORD:
-            return dict(PAPER)
+        if isinstance(value, str) and value in WORDS:
+            return dict(WORDS[value])
         if isinstance(value, str):
-            raise ValueError(f"expected keys and values, or the word {PAPER_WORD}; got {value!r}")
+            raise ValueError(f"expected keys and values, or one of the words {', '.join(WORDS)}; got {value!r}")
         if isinstance(value, Mapping) and isinstance(value.get("follow"), bool):
             return {**value, "follow": {} if value["follow"] else None}
         return value

@@ -1,4 +1,4 @@
-"""A file with model and data alone: measured, planned and trained; the same again, from its config.yaml, and resumed."""
+"""A file with model and data alone: measured, planned and trained; again, from its config.yaml, and resumed."""
 
 import yaml
 from support.runs import launch, train

@@ -22,6 +22,7 @@ from tahq.coordinator.schedule_choice import ScheduleChoice
 from tahq.errors import NothingToDoError, SnapshotError, UserError
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
+from tahq.quant.quality import expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
@@ -133,7 +134,8 @@ def prepared_run(
                 turn_back(folder.snapshots, folder.path / origin.snapshot)
             _keep_config(folder, config, origin)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
-            notes = (*damaged, *origin.notes, *request.lines, *keep_source(folder, config), *security_warnings(config))
+            plan = (*request.lines, *_expected_gap(config))
+            notes = (*damaged, *origin.notes, *plan, *keep_source(folder, config), *security_warnings(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
 
 
@@ -202,6 +204,12 @@ def _log_file(path: Path, level: str) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+def _expected_gap(config: ClusterConfig) -> tuple[str, ...]:
+    """A line on what the codecs are known to cost; none without cuts."""
+    gap = expected_gap(config.wire.activations, config.wire.gradients) if config.pipeline.stages > 1 else ""
+    return (f"codecs {config.wire.activations} and {config.wire.gradients}: {gap}",) if gap else ()
 
 
 def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
