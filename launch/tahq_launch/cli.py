@@ -206,13 +206,17 @@ def coordinator(
     Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
     """
     from tahq.config.file import placed_errors
+    from tahq_launch.plan.first_plan import StoppedError, planned_start
     from tahq_launch.start.launcher import serve
     from tahq_launch.start.prepared_run import StartRequest
 
     changes, program = tuple(overrides or ()), "tahq coordinator"
     request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program)
     with placed_errors(cluster_yaml, request.all_overrides):
-        return serve(request)
+        try:
+            return serve(request if resume else planned_start(request, starts_workers=False))
+        except StoppedError as stopped:
+            return stopped.exit_status
 
 
 def keygen(

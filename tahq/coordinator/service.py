@@ -34,6 +34,7 @@ from tahq.comm.control.messages import (
     Rejoin,
     Relinked,
     Snapshotted,
+    StartOver,
     StopRequest,
     Traced,
 )
@@ -429,6 +430,8 @@ class Coordinator:
         if measuring.is_finished:
             failures = measuring.measured.failures
             ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
+            for stage in () if failures else self._ctx.options.join_again:
+                self._ctx.send(self._seats[stage], StartOver("all hosts have measured"))
             self._say_bye(RunEvent.ALL_MEASURED, ending)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {
     "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 2},
     "data": {"text": "stdlib", "seq_len": 32},
     "training": {"steps": 4, "global_batch": 8, "micro_batch": 2, "lr": 1e-3, "optimizer": "adamw"},
-    "pipeline": {"stages": 4, "schedule": "1f1b"},
+    "pipeline": {"stages": 4, "schedule": "1f1b", "balance": "counted"},
     "wire": {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
 }
 

@@ -73,7 +73,7 @@ class StoppedError(Exception):
         self.exit_status = exit_status
 
 
-def planned_start(start: StartRequest, *, measures: bool = True) -> StartRequest:
+def planned_start(start: StartRequest, *, measures: bool = True, starts_workers: bool = True) -> StartRequest:
     """The start of a new run with everything chosen; unchanged if nothing is open.
 
     Raises:
@@ -84,31 +84,35 @@ def planned_start(start: StartRequest, *, measures: bool = True) -> StartRequest
     if measures:
         check_reachable(given)
         RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
-    found = first_plan(given, start, measures=measures)
+    found = first_plan(given, start, measures=measures, starts_workers=starts_workers)
     return start if found is None else replace(start, planned=found.config, lines=found.lines)
 
 
-def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = True) -> FirstPlan | None:
+def first_plan(
+    given: ClusterConfig, start: StartRequest, *, measures: bool = True, starts_workers: bool = True
+) -> FirstPlan | None:
     """Choose what a configuration leaves open; None: nothing is open, or this run is not planned.
 
     Args:
         given: the configuration as read, so that it is known which keys are set.
         start: the command line, for the workers that measure.
         measures: False: only with figures that are known already (for `--dry-run`).
+        starts_workers: False: workers are started by hand, so each keeps the stage of its command line.
     """
     if not _is_open(given):
         return None
     config = resolve_for_run(given)
     spec = resolved_spec(config, None)
     sizes = open_micro_batches(given)
+    by_hand = _by_hand(config, starts_workers)
     found = _given_numbers(given) or _cached(cache_path(config, sizes), config)
     if found is None:
         if not measures:
             return None
-        found = _measured(config, start, sizes)
+        found, config = _measured(config, start, sizes, by_hand, starts_workers=starts_workers)
     cluster, origin = found
-    cluster = _completed(config, spec, cluster)
-    problem = _problem(given, config, spec, cluster)
+    cluster = _completed(config, spec, cluster, has_paths=isinstance(config.hosts, list) or bool(by_hand))
+    problem = _problem(given, config, spec, cluster, may_reorder=config.hosts != "local" and not by_hand)
     try:
         planned = plan(problem)
     except UserError as error:
@@ -118,9 +122,17 @@ def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = Tr
 
 def _is_open(given: ClusterConfig) -> bool:
     pipeline = given.pipeline
-    is_planned = pipeline.balance == "measured" and pipeline.layers is None and pipeline.chunks == 1
-    is_started_here = isinstance(given.hosts, str) or all(host.ssh is not None for host in given.hosts)
-    return is_planned and (is_started_here or given.links.measured is not None)
+    return pipeline.balance == "measured" and pipeline.layers is None and pipeline.chunks == 1
+
+
+def _by_hand(config: ClusterConfig, starts_workers: bool) -> frozenset[int]:
+    """The stages whose workers are started by hand."""
+    hosts = config.hosts
+    return frozenset(
+        stage
+        for stage in range(config.pipeline.stages)
+        if not starts_workers or (isinstance(hosts, list) and hosts[stage].ssh is None)
+    )
 
 
 def _is_set(section: Any, key: str) -> bool:
@@ -193,10 +205,20 @@ def _ago(age_s: float) -> str:
     return f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"
 
 
-def _measured(config: ClusterConfig, start: StartRequest, sizes: Sequence[int]) -> tuple[ClusterNumbers, str]:
-    """Have the workers measure, and keep the figures for the next start."""
-    is_list = isinstance(config.hosts, list)
-    own = () if is_list else ("hosts=local", "links={}")  # on this machine the links are those that are configured
+def _measured(
+    config: ClusterConfig,
+    start: StartRequest,
+    sizes: Sequence[int],
+    by_hand: frozenset[int],
+    *,
+    starts_workers: bool,
+) -> tuple[tuple[ClusterNumbers, str], ClusterConfig]:
+    """Have the workers measure, and keep the figures for the next start.
+
+    Also returns the configuration, with the coordinator's address if workers are about to dial it again.
+    """
+    has_paths = isinstance(config.hosts, list) or bool(by_hand)
+    own = () if has_paths else ("hosts=local", "links={}")  # on this machine the links are those that are configured
     codecs = (config.wire.activations, config.wire.gradients, *_LIGHTEST_CODECS)
     request = MeasureRequest(
         tuple(sizes),
@@ -204,11 +226,12 @@ def _measured(config: ClusterConfig, start: StartRequest, sizes: Sequence[int]) 
         seconds=STREAM_S,
         parallel=True,
         access=False,
-        paths=is_list,
+        paths=has_paths,
         compute_s=COMPUTE_S,
     )
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
-    status, cluster = measured(replace(start, overrides=(*start.overrides, *own)), request, folder)
+    start = replace(start, overrides=(*start.overrides, *own))
+    status, cluster, address = measured(start, request, folder, starts_workers=starts_workers, join_again=by_hand)
     if status not in ORDERLY or status > 0 or cluster is None:
         announce(f"the workers' logs are in {folder}")
         raise StoppedError(status or 1)
@@ -216,16 +239,19 @@ def _measured(config: ClusterConfig, start: StartRequest, sizes: Sequence[int]) 
     path = cache_path(config, sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_numbers(cluster, path, is_complete=True)
-    return cluster, "measured just now"
+    if by_hand:
+        host, port = config.run.bind.rpartition(":")[0], address.rpartition(":")[2]
+        config = config.model_copy(update={"run": config.run.model_copy(update={"bind": f"{host}:{port}"})})
+    return (cluster, "measured just now"), config
 
 
-def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers) -> ClusterNumbers:
+def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
     """The figures with a share of the memory left free, and, on this machine, with the configured links."""
     hosts = [
         host.model_copy(update={"memory": int(MEMORY_SHARE * host.memory) if host.memory else None})
         for host in cluster.hosts
     ]
-    if isinstance(config.hosts, list):
+    if has_paths:
         return cluster.model_copy(update={"hosts": hosts})
     configured, _ = estimated_numbers(config, spec)
     if config.model.sleep is None:  # stages of one machine are equal, whatever their measurements met
@@ -252,14 +278,15 @@ def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
 # -- the plan ------------------------------------------------------------------------------------
 
 
-def _problem(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers) -> PlanProblem:
+def _problem(
+    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
+) -> PlanProblem:
     schedules = () if config.pipeline.schedule == "auto" else (config.pipeline.schedule,)
     if not schedules and config.pipeline.depths is not None:
         schedules = ("1f1b",)  # which takes any depths
     problem = problem_of(config, spec, cluster, PlanChoices(schedules=schedules))
     sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
     codecs = _codecs(given)
-    may_reorder = config.hosts != "local"
     is_listed = isinstance(given.pipeline.in_flight, list)
     may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
     return replace(

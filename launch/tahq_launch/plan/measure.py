@@ -52,7 +52,7 @@ def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) ->
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     try:
         with placed_errors(start.config_path, start.overrides):
-            status, numbers = measured(start, request, folder)
+            status, numbers, _ = measured(start, request, folder)
     except UserError:
         shutil.rmtree(folder)
         raise
@@ -70,11 +70,21 @@ def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) ->
     return status
 
 
-def measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tuple[int, ClusterNumbers | None]:
-    """Start the workers of a configuration, have them measure, and return the exit status and the figures.
+def measured(
+    start: StartRequest,
+    request: MeasureRequest,
+    folder: Path,
+    *,
+    starts_workers: bool = True,
+    join_again: frozenset[int] = frozenset(),
+) -> tuple[int, ClusterNumbers | None, str]:
+    """Have the workers of a configuration measure; logs are left in the folder.
 
-    None: there are none. Logs are left in the folder.
+    Returns:
+        The exit status; the figures, None: there are none; and the address of the coordinator, where the workers of the
+        stages of `join_again` are about to join a run.
     """
+    addresses: list[str] = []
     made: list[tuple[Measured, Imitated]] = []
 
     def make_coordinator(prepared: PreparedRun, server: ControlServer) -> Coordinator:
@@ -88,20 +98,21 @@ def measured(start: StartRequest, request: MeasureRequest, folder: Path) -> tupl
         # Elsewhere workers shape in user space, which a measurement's plain sockets bypass.
         made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
         measuring = Measuring(_completed(request, config), measured, labels if in_namespaces else computers)
-        coordinator_options = replace(prepared.options, is_measuring=True, hosts=measured.names)
+        addresses.append(server.address)
+        options = replace(prepared.options, is_measuring=True, hosts=measured.names, join_again=join_again)
         history = RunHistory()
         lines = Observers([history, _Lines(sys.stdout, history, start.program)])
-        return Coordinator(coordinator_options, server, lines, measuring=measuring)
+        return Coordinator(options, server, lines, measuring=measuring)
 
     # Dividing by measured cost would time the layers here; the workers are about to do that.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
     start = replace(start, overrides=(*start.overrides, *own))
-    status = run_stages(start, make_coordinator, restarts_workers=False)
+    status = run_stages(start, make_coordinator, starts_workers=starts_workers, restarts_workers=False)
     ((measured, imitated),) = made
     for note in measured.notes:
         announce(f"note: {note}")
     source = f"tahq measure on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
-    return status, measured.numbers(imitated, source) if measured.has_hosts else None
+    return status, measured.numbers(imitated, source) if measured.has_hosts else None, addresses[0]
 
 
 def _completed(request: MeasureRequest, config: ClusterConfig) -> MeasureRequest:
