@@ -351,7 +351,7 @@ def _lines(
         in_flight = " ".join(map(str, best.in_flight))
         yield f"  schedule {chosen.schedule} at first, in flight {in_flight} (pipeline.schedule, pipeline.in_flight)"
     if problem.has_choice_of_codecs and chosen.activations:
-        codecs = f"{final.wire.activations} and {final.wire.gradients}"
+        codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"
     for note in notes if not problem.has_choice_of_codecs else ():
         yield f"  {note}"

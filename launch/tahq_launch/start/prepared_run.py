@@ -22,6 +22,7 @@ from tahq.coordinator.schedule_choice import ScheduleChoice
 from tahq.errors import NothingToDoError, SnapshotError, UserError
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
+from tahq.quant import CodecSpec
 from tahq.quant.quality import expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq_launch.export import keep_source
@@ -209,7 +210,8 @@ def _log_file(path: Path, level: str) -> Iterator[None]:
 def _expected_gap(config: ClusterConfig) -> tuple[str, ...]:
     """A line on what the codecs are known to cost; none without cuts."""
     gap = expected_gap(config.wire.activations, config.wire.gradients) if config.pipeline.stages > 1 else ""
-    return (f"codecs {config.wire.activations} and {config.wire.gradients}: {gap}",) if gap else ()
+    names = " and ".join(CodecSpec.parse(spec).brief() for spec in config.wire.specs().values())
+    return (f"codecs {names}: {gap}",) if gap else ()
 
 
 def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
