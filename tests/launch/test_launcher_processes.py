@@ -186,8 +186,10 @@ def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, 
     assert (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count("\n") == 1
 
 
-def test_workers_started_by_hand_complete_a_run(tmp_path, start):
-    write_config(tmp_path, TWO_STAGES)
+@pytest.mark.parametrize("balance", ["counted", "measured"])
+def test_workers_started_by_hand_complete_a_run(balance, tmp_path, start):
+    """Workers that have measured join the run by themselves."""
+    write_config(tmp_path, {**TWO_STAGES, "pipeline": {"stages": 2, "balance": balance}})
     coordinator = start("tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
     peer = coordinator.stdout.readline().split()[-1]
     first = start("tahq-worker", "--stage", "0", "--peer", peer)
@@ -199,6 +201,7 @@ def test_workers_started_by_hand_complete_a_run(tmp_path, start):
     assert refused.startswith("tahq-worker: ")
     second = start("tahq-worker", "--peer", peer)
     for process in (first, second, coordinator):
-        _, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr.count("Traceback")) == (0, 0), stderr
+    assert ("planned for" in stdout) == (balance == "measured")
     assert (tmp_path / "runs" / "tiny" / "snapshots" / "latest").exists()

@@ -120,10 +120,12 @@ def over_ssh(sshd, tmp_path):
 
 @needs_sshd
 def test_stages_over_ssh_complete_a_run(over_ssh, tmp_path, start):
-    write_config(tmp_path, over_ssh(TWO_STAGES, env={"TAHQ_TEST_MARK": "yes it's set"}))
+    planned = {**TWO_STAGES, "pipeline": {"stages": 2}}
+    write_config(tmp_path, over_ssh(planned, env={"TAHQ_TEST_MARK": "yes it's set"}))
     launcher = start("tahq-launch", "cluster.yaml")
     stdout, stderr = launcher.communicate(timeout=120)
     assert (launcher.returncode, stderr) == (0, ""), stdout
+    assert "planned for" in stdout
     assert "run tiny done: 2 of 2 steps" in stdout
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "runs" / "tiny" / "logs" / "stage-1.log").exists()
