@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import dump_yaml, load_config
 from tahq.config.stage_estimate import stage_estimate
+from tahq.coordinator.observer import StageRecord, StageSplit, StepRecord
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.first_plan import cache_path, first_plan, open_micro_batches
@@ -190,3 +191,16 @@ def test_figures_of_another_model_are_not_used(planned):
     assert cache_path(config, (1, 2)) != cache_path(config, (1, 2, 4))
     renamed = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
     assert cache_path(config, (1, 2)) == cache_path(renamed, (1, 2))
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.4, True), (1.6, False), (0.6, False)])
+def test_figures_that_the_run_contradicts_are_dropped(planned, factor, holds):
+    found = planned(OPEN | {"pipeline": {"stages": 2}})
+    stages = [
+        StageRecord(stage, {}, 0, StageSplit(forward_s=factor * seconds if stage else seconds))
+        for stage, seconds in enumerate(found.compute_s)
+    ]
+    # 32 samples, 4 of 8 layers each, forward 0.01 s and backward 0.02 s per layer and sample
+    assert found.compute_s == pytest.approx((32 * 4 * 0.03,) * 2)
+    found.watch([StepRecord(3, 1.0, 256, 4.0, 1.0, 1.0, False, False, tuple(stages), ())])
+    assert found.cached.exists() == holds

@@ -7,6 +7,7 @@ the run begins with. The result is a configuration in which all of it is set.
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -18,20 +19,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
+from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
 from tahq.errors import ConfigError, UserError
 from tahq.models.model_spec import ModelSpec
+from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
 from tahq.plan.measure.measurement import MeasureRequest
 from tahq.plan.planner import Planned, plan
 from tahq.plan.problem import PlanProblem, divisors, named
 from tahq.plan.search.codecs import LADDER
+from tahq.plan.search.stages import StageCosts
 from tahq.quant import CodecSpec
 from tahq.quant.quality import FLOOR
 from tahq.typed_yaml.mistakes import Origins, validated
@@ -47,22 +52,43 @@ from tahq_launch.start.prepared_run import StartRequest
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.run_folder import RunFolder
 
+log = logging.getLogger(__name__)
+
 COMPUTE_S = 4.0
 """After so long no worker times a larger micro-batch."""
 STREAM_S = 0.5
 """Shortest duration of a stream between two hosts."""
 HOLDS_S = {True: 24 * 3600.0, False: 7 * 24 * 3600.0}
 """How long measurements are used, with paths between hosts and without."""
+NO_LONGER = 1.5
+"""Figures that a stage's compute differs from by this factor are measured again at the next start."""
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
 """Timed besides those of fewest bits, for all others of the ladders."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPlan:
-    """A configuration without open choices, and lines that say what was chosen, and why."""
+    """A configuration without open choices, and lines that say what was chosen, and why.
+
+    `compute_s` are the seconds that each stage was expected to compute in a step, from the figures in `cached`.
+    """
 
     config: ClusterConfig
     lines: tuple[str, ...]
+    compute_s: tuple[float, ...] = ()
+    cached: Path | None = None
+
+    def watch(self, steps: Sequence[StepRecord]) -> None:
+        """Drop the figures from the cache if these steps contradict them."""
+        measured_s = [stage.split.compute_s for stage in median_step(steps).stages]
+        for stage, (expected, found) in enumerate(zip(self.compute_s, measured_s, strict=True)):
+            if self.cached is not None and not 1 / NO_LONGER < found / expected < NO_LONGER:
+                log.info(
+                    "stage %d computes for %.3g s per step, %.3g s by its measurement: the next start measures again",
+                    *(stage, found, expected),
+                )
+                self.cached.unlink(missing_ok=True)
+                return
 
 
 class StoppedError(Exception):
@@ -85,7 +111,9 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
         check_reachable(given)
         RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
     found = first_plan(given, start, measures=measures, starts_workers=starts_workers)
-    return start if found is None else replace(start, planned=found.config, lines=found.lines)
+    if found is None:
+        return start
+    return replace(start, planned=found.config, lines=found.lines, watch=found.watch if found.compute_s else None)
 
 
 def first_plan(
@@ -117,7 +145,11 @@ def first_plan(
         planned = plan(problem)
     except UserError as error:
         return _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
-    return _chosen(given, config, planned, origin)
+    return replace(
+        _chosen(given, config, planned, origin),
+        compute_s=_compute_s(planned),
+        cached=cache_path(config, sizes) if given.links.measured is None else None,
+    )
 
 
 def _is_open(given: ClusterConfig) -> bool:
@@ -331,6 +363,13 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, planned: Planned, origi
         values["pipeline"] |= {"schedule": "auto", "in_flight": given.pipeline.in_flight, "first": first}
     final = _validated(values)
     return FirstPlan(final, tuple(_lines(given, final, planned, origin, notes)))
+
+
+def _compute_s(planned: Planned) -> tuple[float, ...]:
+    """Seconds that each stage computes in a step."""
+    best = planned.best.plan
+    times = StageCosts.of(planned.table, best).times(np.array(best.layers, dtype=float))
+    return tuple(float(each) for each in best.num_micro_batches * (times.forward + times.backward))
 
 
 def _lines(

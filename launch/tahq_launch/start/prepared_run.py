@@ -8,8 +8,8 @@ import logging
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import Journal
-from tahq.coordinator.schedule_choice import ScheduleChoice
+from tahq.coordinator.observer import StepRecord
+from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
 from tahq.errors import NothingToDoError, SnapshotError, UserError
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
@@ -41,7 +42,7 @@ class StartRequest:
     """The command line of a program that starts a coordinator.
 
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
-    `lines` are printed at its start.
+    `lines` are printed at its start, and `watch` is given the steps of each search for a schedule.
     """
 
     config_path: Path
@@ -53,6 +54,7 @@ class StartRequest:
     program: str = "tahq-launch"
     planned: ClusterConfig | None = None
     lines: tuple[str, ...] = ()
+    watch: Callable[[Sequence[StepRecord]], None] | None = None
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -128,6 +130,8 @@ def prepared_run(
         if request.resume:
             config, origin = resumed(folder, given, journal)
         options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
+        if request.watch is not None and options.choose_schedule is not None:
+            options = replace(options, choose_schedule=_watched(options.choose_schedule, request.watch))
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             for warning in origin.warnings:
                 log.warning("%s", warning)
@@ -205,6 +209,14 @@ def _log_file(path: Path, level: str) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+def _watched(choose: Choose, watch: Callable[[Sequence[StepRecord]], None]) -> Choose:
+    def choose_and_tell(steps: Sequence[StepRecord], present: ScheduleChoice, memory: Sequence[int]) -> Proposal:
+        watch(steps)
+        return choose(steps, present, memory)
+
+    return choose_and_tell
 
 
 def _expected_gap(config: ClusterConfig) -> tuple[str, ...]:
