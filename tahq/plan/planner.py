@@ -30,6 +30,10 @@ _FINALISTS = 8
 """Plans that are simulated again with frames in pieces, as they are sent."""
 
 
+class NothingFitsError(UserError):
+    """No plan fits the hosts' memory, by the estimates."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replicas:
     """Pipelines side by side, each on hosts of its own, that train one model.
@@ -81,8 +85,8 @@ def plan(
     with replicas a quarter each.
 
     Raises:
-        UserError: no choice of hosts has the memory for the model, or working paths between them; there are
-            fewer hosts or layers than stages.
+        NothingFitsError: no choice of hosts has the memory for the model.
+        UserError: all choices need a path that failed; there are fewer hosts or layers than stages.
     """
     _check_counts(problem)
     table = ClusterTable(problem)
@@ -90,7 +94,7 @@ def plan(
     simulations = Simulations(table, budget_actions, _part(progress, alone / 2, alone))
     ranked = Search(simulations, range(table.num_hosts), progress=_part(progress, 0.0, alone / 2)).run()
     if not ranked:
-        raise UserError(_why_nothing_fits(table))
+        raise NothingFitsError(_why_nothing_fits(table))
     best = _best_in_pieces(simulations, ranked)
     _check_paths(table, best.plan)
     replicas = _replicas(table, best.plan, progress) if problem.max_replicas > 1 else None

@@ -140,13 +140,20 @@ def test_slow_paths_get_the_fewest_bits_that_quality_allows(planned):
     assert (wire.activations, wire.gradients) == (default.activations, default.gradients)
 
 
-def test_resumed_run_keeps_what_was_planned(planned, tmp_path):
-    values = OPEN | FOUR_HOSTS
+UNLIKE = {
+    "hosts": "namespaces",
+    "model": OPEN["model"] | {"sleep": {"forward": ["80ms", "40ms", "20ms", "40ms"], "backward": "80ms"}},
+    "links": {"hosts": {f"host{n}": {"up": rate} for n, rate in enumerate(("50mbit", "100mbit", "300mbit", "1gbit"))}},
+}
+
+
+@pytest.mark.parametrize("sections", [{}, FOUR_HOSTS, UNLIKE], ids=["local", "listed", "namespaces"])
+def test_resumed_run_keeps_what_was_planned(planned, sections):
+    values = OPEN | sections
     config = planned(values, speeds=(0.01, 1.0, 0.02, 0.04)).config
     continued = continued_config(config.model_dump(mode="json"), load_config_of(values))
-    for section in ("hosts", "pipeline", "wire"):
-        assert getattr(continued, section) == getattr(config, section)
-    assert continued.training.micro_batch == config.training.micro_batch
+    sizes = {"model": continued.model.model_copy(update={"max_seq_len": None})}
+    assert resolve_for_run(continued.model_copy(update=sizes)) == resolve_for_run(config)
     other = continued_config(config.model_dump(mode="json"), load_config_of(values | {"training": {"micro_batch": 1}}))
     assert other.training.micro_batch == 1
 

@@ -28,12 +28,12 @@ from tahq.config.file import load_config
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
-from tahq.errors import ConfigError, UserError
+from tahq.errors import ConfigError
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
 from tahq.plan.measure.measurement import MeasureRequest
-from tahq.plan.planner import Planned, plan
+from tahq.plan.planner import NothingFitsError, Planned, plan
 from tahq.plan.problem import PlanProblem, divisors, named
 from tahq.plan.search.codecs import LADDER
 from tahq.plan.search.stages import StageCosts
@@ -133,22 +133,23 @@ def first_plan(
     spec = resolved_spec(config, None)
     sizes = open_micro_batches(given)
     by_hand = _by_hand(config, starts_workers)
-    found = _given_numbers(given) or _cached(cache_path(config, sizes), config)
+    path = cache_path(config, sizes, by_hand=bool(by_hand))
+    found = _given_numbers(given) or _cached(path, config)
     if found is None:
         if not measures:
             return None
-        found, config = _measured(config, start, sizes, by_hand, starts_workers=starts_workers)
+        found, config = _measured(config, start, sizes, by_hand, path, starts_workers=starts_workers)
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=isinstance(config.hosts, list) or bool(by_hand))
     problem = _problem(given, config, spec, cluster, may_reorder=config.hosts != "local" and not by_hand)
     try:
         planned = plan(problem)
-    except UserError as error:
+    except NothingFitsError as error:
         return _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
     return replace(
         _chosen(given, config, planned, origin),
         compute_s=_compute_s(planned),
-        cached=cache_path(config, sizes) if given.links.measured is None else None,
+        cached=path if given.links.measured is None else None,
     )
 
 
@@ -204,12 +205,13 @@ def _given_numbers(given: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
     return cluster, f"figures of {path}"
 
 
-def cache_path(config: ClusterConfig, sizes: Sequence[int]) -> Path:
+def cache_path(config: ClusterConfig, sizes: Sequence[int], *, by_hand: bool = False) -> Path:
     """The file for the figures of these hosts and this model: whatever they depend on is in its name."""
     parts = {
         "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "sizes": list(sizes),
+        "by hand": by_hand,
         **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
         "training": config.training.model_dump(
             mode="json", include={"precision", "activation_checkpointing", "optimizer"}
@@ -242,6 +244,7 @@ def _measured(
     start: StartRequest,
     sizes: Sequence[int],
     by_hand: frozenset[int],
+    path: Path,
     *,
     starts_workers: bool,
 ) -> tuple[tuple[ClusterNumbers, str], ClusterConfig]:
@@ -268,7 +271,6 @@ def _measured(
         announce(f"the workers' logs are in {folder}")
         raise StoppedError(status or 1)
     shutil.rmtree(folder)
-    path = cache_path(config, sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_numbers(cluster, path, is_complete=True)
     if by_hand:
@@ -392,5 +394,7 @@ def _lines(
     if problem.has_choice_of_codecs and chosen.activations:
         codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"
+    if chosen.first != given.links.first:
+        yield f"  {chosen.first} go first on an uplink (links.first)"
     for note in notes if not problem.has_choice_of_codecs else ():
         yield f"  {note}"

@@ -4,10 +4,12 @@ The user's mistakes are found before the run folder is touched; the rest happens
 """
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +32,7 @@ from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable, security_warnings
-from tahq_launch.start.resolution import resolve_for_run
+from tahq_launch.start.resolution import resolve_for_run, with_profile
 from tahq_launch.start.run_folder import RunFolder
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
 
@@ -304,7 +306,7 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
     Raises:
         ConfigError: it contradicts a kept value, such as samples longer than the model's positions.
     """
-    values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
+    values = keep_model_sizes(old, resolve(with_profile(given)).model_dump(mode="json"))
     if given.pipeline.layers is None:
         _keep_division(values, old, given)
     for name, keys in (("training", ("micro_batch",)), ("wire", ("activations", "gradients"))):
@@ -315,14 +317,35 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
 
 
 def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: ClusterConfig) -> None:
-    """Keep the old hosts in their order, and the layers of each chunk, if stages and hosts are those of then."""
-    kept, pipeline = old.get("pipeline", {}), values["pipeline"]
-    hosts = old.get("hosts")
-    if isinstance(given.hosts, list) and isinstance(hosts, list):
-        are_known = all(host in values["hosts"] for host in hosts)
-        if not are_known or ("stages" in given.pipeline.model_fields_set and len(hosts) != pipeline["stages"]):
-            return
-        values["hosts"], pipeline["stages"] = hosts, len(hosts)
+    """Keep the plan: the old hosts in their order, and the layers of each chunk, if they are still to be had.
+
+    With them go what the plan has put beside them: names and first frames of links, and the times of sleeping stages.
+    """
+    kept, pipeline, links = old.get("pipeline", {}), values["pipeline"], values["links"]
+    places = [_places(each.get("hosts"), each.get("links", {})) for each in (old, values)]
+    if places[0] - places[1] or ("stages" in given.pipeline.model_fields_set and places[0] != places[1]):
+        return
+    if places[0]:
+        pipeline["stages"] = kept["stages"]
     # a checkpoint of an older version has no chunks
-    if all(pipeline[key] == kept.get(key, 1) for key in ("stages", "chunks")):
-        pipeline |= {key: kept.get(key) for key in ("layers", "first")}
+    if any(pipeline[key] != kept.get(key, 1) for key in ("stages", "chunks")):
+        return
+    pipeline |= {key: kept.get(key) for key in ("layers", "first")}
+    if isinstance(values["hosts"], list):
+        values["hosts"] = old["hosts"]
+    elif places[0]:
+        links |= {key: old["links"][key] for key in ("hosts", "pairs")}
+    if values["model"].get("sleep") is not None:
+        values["model"]["sleep"] = old["model"].get("sleep")
+    for key in ("first", "connections"):
+        if key not in given.links.model_fields_set and key in old.get("links", {}):
+            links[key] = old["links"][key]
+
+
+def _places(hosts: Any, links: Mapping[str, Any]) -> Counter[str]:
+    """What tells listed hosts apart; of hosts in namespaces, their shapes without their names."""
+    if isinstance(hosts, list):
+        places = [{key: host.get(key) for key in ("address", "bind", "device", "ssh")} for host in hosts]
+    else:
+        places = list((links.get("hosts") or {}).values()) if hosts == "namespaces" else []
+    return Counter(json.dumps(place, sort_keys=True) for place in places)
