@@ -216,7 +216,7 @@ def implausible(rows: Sequence[LayerTimes]) -> list[str]:
         return []
     times = ", ".join(f"{1000 * sample_s(row):.3g} ms in micro-batches of {row.micro_batch}" for row in rows)
     return [
-        f"implausible times, measured up to {AGAIN} times again: a sample takes {times}; "
+        f"implausible times, even when measured again: a sample takes {times}; "
         f"was the machine busy at {rows[number].micro_batch}?"
     ]
 

@@ -165,7 +165,7 @@ def test_times_that_stay_implausible_are_noted_once():
     times, again, notes = measured(of_1=[1.4], of_2=[180] * 7, of_4=[5.7])
     assert (times, again) == ([1.4, 180, 5.7], [2] * 2 * measuring.AGAIN)
     assert notes == [
-        "implausible times, measured up to 3 times again: a sample takes 1.4 ms in micro-batches of 1, "
+        "implausible times, even when measured again: a sample takes 1.4 ms in micro-batches of 1, "
         "90 ms in micro-batches of 2, 1.43 ms in micro-batches of 4; was the machine busy at 2?"
     ]
 
