@@ -15,9 +15,13 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 
 import copy
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,10 +39,12 @@ from tahq.models.keyed_dropout import (
 )
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.weights import FolderWeights, one_line
+from tahq.models.weights import FilledWeight, FolderWeights, one_line
 from tahq.randomness import derive_seed
 
 HEAD_WEIGHT = "lm_head.weight"
+MOST_DRAWN = 8
+"""Random weights that are in memory at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +226,29 @@ def build_slice(
 
 def fill_weights(
     spec: ModelSpec,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, FilledWeight],
     seed: int,
     filled: Callable[[int], None] = lambda numel: None,
 ) -> None:
-    """Fill parameters, by canonical name, from the spec's folder or at random; a tied head gets the embedding."""
+    """Fill parameters, by canonical name, from the spec's folder or at random; a tied head gets the embedding.
+
+    torch draws one tensor in one thread, so as many as torch has threads are drawn at once and filled in in order.
+    """
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
     if spec.folder is not None:
         FolderWeights.find(spec.folder, spec.layout.trunk).read_into(parameters, sources, filled)
         return
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(random_weight(spec, sources.get(name, name), parameter.shape, seed))
+    threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MOST_DRAWN)
+    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
+
+        def draw(name: str) -> Future[torch.Tensor]:
+            return pool.submit(random_weight, spec, sources.get(name, name), parameters[name].shape, seed)
+
+        names = iter(parameters)
+        draws = deque(map(draw, islice(names, threads)))
+        for parameter in parameters.values():
+            parameter.copy_(draws.popleft().result())  # freed before the next one is drawn
+            draws.extend(map(draw, islice(names, 1)))
             filled(parameter.numel())
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +44,20 @@ def read_json(path: Path, max_nbytes: int) -> dict[str, Any]:
     return value
 
 
+class FilledWeight(Protocol):
+    """A parameter that can be filled: a tensor, or a weight that is stored in another form."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """As in the whole model."""
+
+    def numel(self) -> int:
+        """Elements."""
+
+    def copy_(self, values: torch.Tensor, /) -> object:
+        """Store these values, of any float type and device."""
+
+
 @dataclass(frozen=True, slots=True)
 class FolderWeights:
     """Names of a folder's tensors, and the file that each is in."""
@@ -72,7 +86,7 @@ class FolderWeights:
 
     def read_into(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, FilledWeight],
         sources: Mapping[str, str],
         filled: Callable[[int], None] = lambda numel: None,
     ) -> None:
@@ -118,7 +132,7 @@ def _opened(path: Path) -> Any:
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def _copy(handle: Any, stored: str, into: torch.Tensor, path: Path) -> None:
+def _copy(handle: Any, stored: str, into: FilledWeight, path: Path) -> None:
     try:
         shape = tuple(handle.get_slice(stored).get_shape())
         if shape != tuple(into.shape):

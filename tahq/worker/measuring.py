@@ -128,9 +128,10 @@ class MeasuringMember:
         free, notes = free_bytes(self._device), list[str]()
         rows: list[LayerTimes] = []
         codecs: dict[str, list[float]] = {}
+        begun = 0
 
         def working(activity: str) -> None:
-            self._working(f"{activity} ({len(rows) + len(codecs) + 1}/{len(sizes) + len(order.codecs)})")
+            self._working(f"{activity} ({begun}/{len(sizes) + len(order.codecs)})")
 
         measurement = ComputeMeasurement(self._config, self._stage, self._device, working)
         began_s = time.monotonic()
@@ -141,6 +142,7 @@ class MeasuringMember:
                 and (time.monotonic() - began_s > order.limit_s or sample_s(rows[-1]) > NO_FASTER * sample_s(rows[-2]))
             ):
                 break
+            begun += 1
             try:
                 rows.append(measurement.layer_times(size))
             except Exception as error:
@@ -148,9 +150,11 @@ class MeasuringMember:
                     raise
                 notes.append(f"micro-batches of {size} do not fit into the memory of {self._device}")
                 break
-            notes += measured_again(rows, measurement.layer_times)
+            measure_again(rows, measurement.layer_times)
+        notes += implausible(rows)
         shape = (self._config.training.micro_batch, self._config.data.seq_len, measurement.hidden_size)
         for spec in order.codecs:
+            begun += 1
             working(f"timing {spec}")
             try:
                 codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
@@ -191,37 +195,41 @@ def sample_s(times: LayerTimes) -> float:
     return (times.block_forward + times.block_backward) / times.micro_batch
 
 
-def measured_again(rows: list[LayerTimes], measure: Callable[[int], LayerTimes]) -> list[str]:
-    """Measure the last two sizes of `rows` again, in place, while they do not fit together; the faster figures count.
+def measure_again(rows: list[LayerTimes], measure: Callable[[int], LayerTimes]) -> None:
+    """Measure sizes of `rows` again, in place, `AGAIN` times at most, while two do not fit together.
 
-    More samples must not take less time in all, nor much more time each: then something else used the machine. Returns
-    a note if they still do not fit after `AGAIN` times.
+    More samples must not take less time in all, nor much more time each: then something else used the machine, and the
+    faster figures count.
     """
     for _ in range(AGAIN):
-        number = _suspect(rows)
+        number = _slowed_down(rows)
         if number is None:
-            return []
+            return
         again = measure(rows[number].micro_batch)
         rows[number] = min(rows[number], again, key=sample_s)
-    if _suspect(rows) is None:
+
+
+def implausible(rows: Sequence[LayerTimes]) -> list[str]:
+    """A note if two sizes still do not fit together."""
+    number = _slowed_down(rows)
+    if number is None:
         return []
-    less, more = rows[-2:]
+    times = ", ".join(f"{1000 * sample_s(row):.3g} ms in micro-batches of {row.micro_batch}" for row in rows)
     return [
-        f"implausible times: a sample takes {1000 * sample_s(less):.3g} ms in micro-batches of {less.micro_batch}, "
-        f"{1000 * sample_s(more):.3g} ms in those of {more.micro_batch}, measured {AGAIN} times again; "
-        "is the machine busy?"
+        f"implausible times, even when measured again: a sample takes {times}; "
+        f"was the machine busy at {rows[number].micro_batch}?"
     ]
 
 
-def _suspect(rows: Sequence[LayerTimes]) -> int | None:
-    """Which of the last two sizes was slowed down; None: neither."""
-    if len(rows) < 2:
-        return None
-    less, more = rows[-2:]
-    if sample_s(more) > MOST_SLOWER * sample_s(less):
-        return -1
-    is_less = sample_s(more) * more.micro_batch < NO_FASTER * sample_s(less) * less.micro_batch
-    return -2 if is_less else None
+def _slowed_down(rows: Sequence[LayerTimes]) -> int | None:
+    """The number of a size that does not fit to its neighbour, from the largest on; None: all fit."""
+    for number in range(len(rows) - 1, 0, -1):
+        less, more = rows[number - 1], rows[number]
+        if sample_s(more) > MOST_SLOWER * sample_s(less):
+            return number
+        if sample_s(more) * more.micro_batch < NO_FASTER * sample_s(less) * less.micro_batch:
+            return number - 1
+    return None
 
 
 # -- timing a device ---------------------------------------------------------------------------------

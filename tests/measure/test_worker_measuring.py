@@ -12,6 +12,7 @@ from tahq.errors import RemoteProtocolError
 from tahq.memory.coat.fp8_codes import OutputGradient
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
+from tahq.plan.cluster_numbers import LayerTimes
 from tahq.quant.config import WireConfig
 from tahq.worker import measuring
 from tahq.worker.measuring import ComputeMeasurement, DeviceTimer, MeasuringMember, seconds_per_element
@@ -100,6 +101,75 @@ def test_medians_are_of_each_lap_but_the_first():
     assert DeviceTimer(CPU, lambda: next(clock)).medians_s(lambda: next(laps)) == (2.0, 5.0)
 
 
+# -- implausible figures -------------------------------------------------------------------------
+
+
+def measured(**block_ms):
+    """Blocks' milliseconds for 1, 2 and 4 samples; for each size, those of one measurement after the other.
+
+    Returns the milliseconds that count, the sizes measured again, and the notes.
+    """
+    left = {int(size.removeprefix("of_")): list(times) for size, times in block_ms.items()}
+    rows, again = [], []
+
+    def measure(size):
+        again.append(size)
+        block_s = left[size].pop(0) / 1000
+        return LayerTimes(micro_batch=size, block_forward=block_s / 3, block_backward=block_s * 2 / 3)
+
+    for size in list(left):
+        rows.append(measure(size))
+        again.pop()
+        measuring.measure_again(rows, measure)
+    counted = [1000 * measuring.sample_s(row) * row.micro_batch for row in rows]
+    return [round(ms, 6) for ms in counted], again, measuring.implausible(rows)
+
+
+@pytest.mark.parametrize(
+    "block_ms",
+    [
+        pytest.param([1.4, 2.8, 5.7], id="as long for each sample"),
+        pytest.param([5.0, 5.0, 5.1], id="as long in all"),
+        pytest.param([5.0, 4.8, 5.0], id="noise"),
+        pytest.param([1.0, 2.5, 6.3], id="a little longer for each sample"),
+    ],
+)
+def test_plausible_times_are_not_measured_again(block_ms):
+    of_1, of_2, of_4 = block_ms
+    assert measured(of_1=[of_1], of_2=[of_2], of_4=[of_4]) == (block_ms, [], [])
+
+
+@pytest.mark.parametrize(
+    ("block_ms", "again"),
+    [
+        pytest.param({"of_1": [1.4], "of_2": [180, 2.8], "of_4": [5.7]}, [2], id="between others"),
+        pytest.param({"of_1": [180, 1.4], "of_2": [2.8], "of_4": [5.7]}, [1], id="smallest"),
+        pytest.param({"of_1": [1.4], "of_2": [2.8], "of_4": [180, 90, 5.7]}, [4, 4], id="largest, twice"),
+        pytest.param({"of_1": [180, 1.4], "of_2": [90, 2.8], "of_4": [5.7]}, [1, 2], id="two sizes"),
+        pytest.param({"of_1": [10, 1.4], "of_2": [20, 2.8], "of_4": [5.7]}, [2, 1], id="two sizes alike"),
+        pytest.param({"of_1": [1.4], "of_2": [180] * 4 + [2.8], "of_4": [5.7]}, [2] * 4, id="for long"),
+    ],
+)
+def test_a_time_beside_other_work_is_measured_again(block_ms, again):
+    assert measured(**block_ms) == ([1.4, 2.8, 5.7], again, [])
+
+
+def test_the_fastest_of_several_measurements_counts():
+    """Later ones are no better; timing size 4 is another occasion."""
+    (_, twos, _), again, _ = measured(of_1=[1.4], of_2=[180, 6, 5, 90, 90, 90, 90], of_4=[10])
+    assert (twos, again) == (5, [2] * 2 * measuring.AGAIN)
+
+
+def test_times_that_stay_implausible_are_noted_once():
+    """Size 2 fits neither beside 1 nor beside 4."""
+    times, again, notes = measured(of_1=[1.4], of_2=[180] * 7, of_4=[5.7])
+    assert (times, again) == ([1.4, 180, 5.7], [2] * 2 * measuring.AGAIN)
+    assert notes == [
+        "implausible times, even when measured again: a sample takes 1.4 ms in micro-batches of 1, "
+        "90 ms in micro-batches of 2, 1.43 ms in micro-batches of 4; was the machine busy at 2?"
+    ]
+
+
 # -- orders --------------------------------------------------------------------------------------
 
 CONFIG = ClusterConfig.model_validate(tiny(model={"vocab_size": 256, "num_layers": 2}, pipeline={"stages": 2}))
@@ -124,6 +194,33 @@ def test_compute_is_timed_for_every_size(members):
     assert [row["micro_batch"] for row in figures.times] == [2, 4]
     assert (figures.stage, list(figures.codecs), figures.notes) == (1, [RAW], [])
     assert figures.memory_bytes > 0
+
+
+def test_no_larger_size_is_begun_after_the_limit(members):
+    """Two sizes are always timed: one tells nothing of the next."""
+    figures = members[0].carry_out(MeasureCompute([1, 2, 4, 8], [RAW], limit_s=1e-6))
+    assert [row["micro_batch"] for row in figures.times] == [1, 2]
+    assert list(figures.codecs) == [RAW]
+
+
+def test_no_larger_size_is_begun_where_samples_are_no_faster(members, monkeypatch):
+    monkeypatch.setattr(measuring, "NO_FASTER", 0.0)
+    figures = members[0].carry_out(MeasureCompute([1, 2, 4, 8], [], limit_s=3600.0))
+    assert [row["micro_batch"] for row in figures.times] == [1, 2]
+
+
+def test_activities_are_counted_though_a_size_is_measured_again(monkeypatch):
+    """Every size is implausible beside the one before."""
+    monkeypatch.setattr(measuring, "MOST_SLOWER", 0.0)
+    said = []
+    assign = Assign(0, 7, "", "", is_measuring=True)
+    with MeasuringMember(assign, CONFIG, CPU, ("127.0.0.1:0", None), said.append) as member:
+        figures = member.carry_out(MeasureCompute([1, 2], [RAW]))
+    assert len(figures.notes) == 1
+    blocks = [activity for activity in said if activity.startswith("timing a block")]
+    of_two = ["timing a block, micro-batches of 2 (2/3)"] * (1 + measuring.AGAIN)
+    assert blocks == ["timing a block, micro-batches of 1 (1/3)", *of_two]
+    assert said[-2:] == [f"timing {RAW} (3/3)", "waiting for the others"]
 
 
 def test_a_size_that_does_not_fit_is_left_out_with_a_note(members):

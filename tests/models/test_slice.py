@@ -1,15 +1,20 @@
 """Slices against transformers' whole models, and against each other under different cuts."""
 
 import math
+import os
+import threading
+import weakref
+from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import nn
 
 from tahq.errors import ModelError
+from tahq.models import slice as slice_module
 from tahq.models.keyed_dropout import KeyedDropout, RandomContext
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice, random_weight
+from tahq.models.slice import build_slice, random_weight, slice_parameters
 
 from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE, build_all, parameters_of, whole_model
 
@@ -170,6 +175,51 @@ def test_weights_depend_on_seed_and_name_alone(tiny_spec):
     assert torch.equal(weight, random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=1))
     assert not torch.equal(weight, random_weight(spec, "model.layers.1.mlp.up_proj.weight", shape, seed=1))
     assert not torch.equal(weight, random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=2))
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """On a machine with three cores or more; `one_thread` resets torch's number."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    torch.set_num_threads(3)
+
+
+def test_weights_drawn_at_once_equal_those_drawn_alone(tiny_spec, monkeypatch, three_threads):
+    spec, whole = tiny_spec("llama"), BlockRange(0, 4, 4)
+    shapes = slice_parameters(spec, whole)
+    drawing, first = threading.Barrier(3), iter(range(3))
+
+    def draw(*args):
+        if next(first, None) is not None:
+            drawing.wait(timeout=60)  # until all three are being drawn
+        return random_weight(*args)
+
+    monkeypatch.setattr(slice_module, "random_weight", draw)
+    filled = []
+    model = build_slice(spec, whole, seed=7, device="cpu", random=RandomContext(7), filled=filled.append)
+    for name, weight in model.canonical_parameters().items():
+        assert torch.equal(weight, random_weight(spec, name, shapes[name], seed=7)), name
+    assert filled == [shape.numel() for shape in shapes.values()]
+
+
+def test_no_more_drawn_weights_are_in_memory_than_threads(tiny_spec, monkeypatch, three_threads):
+    alive, most = set(), []
+
+    class FastPool(slice_module.ThreadPoolExecutor):
+        def submit(self, draw, *args):
+            """The weight is there at once, though the caller may not need it for long."""
+            weight, future = draw(*args), Future()
+            alive.add(id(weight))
+            most.append(len(alive))
+            weakref.finalize(weight, alive.remove, id(weight))
+            future.set_result(weight)
+            return future
+
+    monkeypatch.setattr(slice_module, "ThreadPoolExecutor", FastPool)
+    build_all(tiny_spec("llama"))
+    assert max(most) == 3
+    assert len(most) > 30
+    assert alive == set()
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -115,6 +115,10 @@ class LowRankWeight:
         """Elements of the weight."""
         return self.shape.numel()
 
+    def copy_(self, values: torch.Tensor) -> None:
+        """Store these values [m, n], of any float type."""
+        self.storage.assign(values)
+
     @property
     def pending_nbytes(self) -> int:
         """Bytes kept until COMMIT: the sum of the gradients, and a new basis."""

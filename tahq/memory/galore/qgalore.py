@@ -211,16 +211,12 @@ def build_low_rank_slice(
     weights: bool = True,
     filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
-    """`build_slice` with covered layers: at most one of their weights at a time is in fp32."""
+    """`build_slice` with covered layers: only those of their weights that are being filled are in fp32."""
     model = ModelSlice(spec, blocks, random)
     covered = cover(model, settings, device)
     model.materialise(device)
     if weights:
-        fill_weights(spec, model.canonical_parameters(), seed, filled)
-        for weight in covered.values():  # one at a time
-            values = torch.empty(weight.shape)
-            fill_weights(spec, {weight.name: values}, seed, filled)
-            weight.storage.assign(values)
+        fill_weights(spec, {**model.canonical_parameters(), **covered}, seed, filled)
     return model
 
 
