@@ -49,7 +49,7 @@ COLUMNS = (
     *("step, s", "tokens/s", "predicted, s", "default / best"),
 )
 DEFAULT_CAPTION = (
-    f"*default*: `tahq-launch cluster.yaml`, with the wire's codecs set or, in rows called default, not; {STEPS} steps. "
+    f"*default*: `tahq-launch cluster.yaml`, with codecs set or, in rows called default, not; {STEPS} steps. "
     f"*best n*: the nth of all different plans by the simulator, set, with the default's codecs; {SET_STEPS} steps. "
     f"One run each, in turn; a step is the median of those after the last change of the schedule and {SETTLE} more. "
     "*default / best*: tokens/s over those of the fastest of the best."
@@ -121,21 +121,12 @@ def _row(place: Place, count: int, wire: str, how: str, run: Run, predicted_s: f
     steps = settled(run)
     step_s = statistics.median(step["step_time_s"] for step in steps)
     codecs = {link["direction"]: link["codec"] for link in steps[-1]["links"]}
-    return {
-        "stages": place.stages,
-        "place": place.title,
-        "count": count,
-        "wire": wire,
-        "how": how,
-        "schedule": steps[-1]["schedule"],
-        "in_flight": steps[-1]["in_flight"],
-        "codecs": [codecs["activations"], codecs["gradients"]],
-        "predicted_s": predicted_s,
-        "step_s": step_s,
-        "all_s": run.step_times_s(),
-        "changes": [step["schedule_change"] for step in run.steps if step["schedule_change"]],
-        "plan": [line for line in run.output.splitlines() if line.startswith(("planned for", "  schedule"))],
-    }
+    point = {"place": place.title, "count": count, "wire": wire, "how": how, "predicted_s": predicted_s}
+    chosen = {"schedule": steps[-1]["schedule"], "in_flight": steps[-1]["in_flight"]}
+    chosen["codecs"] = [codecs["activations"], codecs["gradients"]]
+    changes = [step["schedule_change"] for step in run.steps if step["schedule_change"]]
+    planned = [line.strip() for line in run.output.splitlines() if line.startswith(("planned for", "  schedule"))]
+    return point | chosen | {"step_s": step_s, "all_s": run.step_times_s(), "changes": changes, "plan": planned}
 
 
 def measure(place: Place, count: int, wire: str, num_best: int) -> Iterator[Values]:
