@@ -18,7 +18,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 53_850,
     "modules there": 306,
-    "lines of benchmarks": 5_950,
+    "lines of benchmarks": 6_205,
     "lines of tests": 39_130,
     "modules with one importer, in the same folder": 16,
     "modules in the largest folder": 15,

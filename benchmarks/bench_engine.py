@@ -2,7 +2,9 @@
 
     python benchmarks/bench_engine.py [--output benchmarks/results/engine_<hardware>_<yyyymm>.md]
     python benchmarks/bench_engine.py --only 100 --runtimes tahq        # a part
+    python benchmarks/bench_engine.py --runtimes default                # the command with default settings alone
 
+First `tahq-launch` with default settings and with fixed codecs, beside the best plans by the simulator. Then the rest:
 Four stages, 8 and 32 micro-batches, unshaped, at 300, 100 and 20 Mbit/s and at 100 Mbit/s with round trips of 50 ms,
 with TAH and 6 bits and with fp32; eight stages with round trips of 150 ms; beside torch GPipe, torch 1F1B, the same in
 torch's runtime for schedules, and a bare asynchronous loop. Needs root and a quiet machine: points for which the cores
@@ -12,10 +14,12 @@ did not suffice are refused. Measured points are kept in a .jsonl beside the res
 import argparse
 from collections.abc import Iterator
 
+from default_rows import WIRES, default_table
 from engine_points import MICRO_BATCH, PLACES, RUNTIMES, SEQ_LEN, sweeps
 from engine_rows import EngineRow, engine_rows, failures, machines, measure
 from harness import Table, main, rows_path
 
+OWN = ("default", "tahq")
 COLUMNS = ("runtime", "in flight", "wire", "step, s", "tokens/s", "bound, s", "share", "and commit", "predicted, s")
 CAPTION = (
     f"Stages that sleep 73 and 152 ms per micro-batch of {MICRO_BATCH} × {SEQ_LEN} tokens, activations of 2.1 MB in "
@@ -44,6 +48,10 @@ def cells(row: EngineRow) -> list[str]:
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     places = [place for place in PLACES if place.name in options.only]
+    if "default" in options.runtimes:
+        yield default_table(places, options)
+    if options.runtimes == ["default"]:
+        return
     found = measure(sweeps(places, options.runtimes, backend=options.backend), rows_path(options))
     rows = sorted(
         engine_rows(found), key=lambda row: (row.point["runtime"] != "tahq", row.point["runtime"], row.wire, row.series)
@@ -63,7 +71,9 @@ if __name__ == "__main__":
         tables,
         {
             "--only": {"nargs": "+", "default": [each.name for each in PLACES], "help": "networks"},
-            "--runtimes": {"nargs": "+", "default": ["tahq", *RUNTIMES], "choices": ["tahq", *RUNTIMES]},
+            "--runtimes": {"nargs": "+", "default": [*OWN, *RUNTIMES], "choices": [*OWN, *RUNTIMES]},
+            "--wires": {"nargs": "+", "default": list(WIRES), "choices": list(WIRES), "help": "of default settings"},
+            "--best": {"type": int, "default": 5, "help": "plans that are run beside default settings"},
             "--backend": {"default": "auto", "help": "network backend; see tahq-netem probe"},
         },
     )

@@ -76,6 +76,7 @@ PLACES = (
     Place("300", 300e6),
     Place("100", 100e6),
     Place("100-50ms", 100e6, 0.05),
+    Place("100-150ms", 100e6, 0.15, micro_batches=(8,), has_others=False),
     Place("20", 20e6),
     Place("8-stages", 100e6, 0.15, stages=8, micro_batches=(32,), wires=("tah",), has_others=False),
 )

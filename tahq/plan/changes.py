@@ -40,7 +40,7 @@ def best_changes(
     """
     found: dict[ChangeKind, PipelinePlan] = {}
     for kind in kinds:
-        simulations = Simulations(table, _BUDGET_ACTIONS)
+        simulations = Simulations(table, _BUDGET_ACTIONS, in_pieces=kind == "schedule")
         if kind == "schedule":
             found[kind] = best_schedule(simulations, plan)
         else:

@@ -50,6 +50,20 @@ def test_slow_links_get_more_in_flight(links, shown):
     assert sum(found.choice.depths) > sum(range(STAGES + 1))
 
 
+@pytest.mark.parametrize(("rate", "best_s"), [("19.1mbit", 17.7), ("95.6mbit", 3.9)])
+def test_frames_as_long_as_compute_get_the_best_depths_of_all(rate, best_s):
+    # fp32 frames of 2 MB; `best_s` is of all 1,332 schedules and profiles of depths, simulated with frames in pieces
+    slow = config(
+        model={"hidden_size": 512, "num_heads": 8},
+        data={"seq_len": 256},
+        training={"global_batch": 4 * MICRO_BATCHES, "micro_batch": 4},
+        wire={"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
+        links={"rate": rate},
+    )
+    found = schedule_search(slow)([step(0.073, 0.152)], PRESENT, NO_LIMIT)
+    assert found.step_s < 1.01 * best_s
+
+
 def test_free_links_need_only_a_shorter_bubble():
     found = schedule_search(config())([step()], PRESENT, NO_LIMIT)
     assert found.choice.schedule == "zero-bubble"

@@ -37,7 +37,8 @@ def schedule_search(config: ClusterConfig) -> Choose | None:
 
     def choose(steps: Sequence[StepRecord], present: ScheduleChoice, memory: Sequence[int]) -> Proposal:
         table, plan = measured_run(config, median_step(steps), present, memory)
-        chosen = best_schedule(Simulations(table, _BUDGET_ACTIONS), plan, fixed_depths=pipeline.depths is not None)
+        simulations = Simulations(table, _BUDGET_ACTIONS, in_pieces=True)
+        chosen = best_schedule(simulations, plan, fixed_depths=pipeline.depths is not None)
         step_s, present_s = (predict(table, each).step_s for each in (chosen, plan))
         return Proposal(ScheduleChoice(chosen.schedule, chosen.depths), step_s, present_s)
 

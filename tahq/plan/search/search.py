@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tahq.plan.prediction import is_long, simulated_actions, step_time_s
+from tahq.plan.prediction import is_long, predict, simulated_actions, step_time_s
 from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.candidates import Candidate, CandidateSearch, Order, Progress
 from tahq.plan.search.stages import StageCosts, depth_profiles, plan_bound_s
@@ -26,13 +26,21 @@ _GAIN = 1e-6
 
 
 class Simulations:
-    """The plans simulated so far, with their seconds, and the rest of the budget, of which `progress` has the share."""
+    """The plans simulated so far, with their seconds, and the rest of the budget, of which `progress` has the share.
+
+    With `in_pieces` frames are in pieces, as they are sent, except in long steps; it takes twice the budget.
+    """
 
     def __init__(
-        self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS, progress: Progress = lambda share: None
+        self,
+        table: ClusterTable,
+        budget_actions: int = BUDGET_ACTIONS,
+        progress: Progress = lambda share: None,
+        *,
+        in_pieces: bool = False,
     ) -> None:
         self.table = table
-        self._progress = progress
+        self._progress, self._in_pieces = progress, in_pieces
         self.times_s: dict[PipelinePlan, float] = {}
         self._budget = self._left = budget_actions
 
@@ -49,8 +57,10 @@ class Simulations:
     def time_s(self, plan: PipelinePlan) -> float:
         """Seconds of a plan's step."""
         if plan not in self.times_s:
-            self._left -= simulated_actions(plan)
-            self.times_s[plan] = float(step_time_s(self.table, plan))
+            is_whole = not self._in_pieces or is_long(plan)
+            self._left -= simulated_actions(plan) * (1 if is_whole else 2)
+            seconds = step_time_s(self.table, plan) if is_whole else predict(self.table, plan).step_s
+            self.times_s[plan] = float(seconds)
             self._progress(min(1.0, 1 - self._left / self._budget))
         return self.times_s[plan]
 

@@ -159,13 +159,18 @@ def plan_bound_s(table: ClusterTable, plan: PipelinePlan) -> float:
     return float(step_bound(seconds))
 
 
+_LAST = np.array([0.5, 0.75, 0.875, 1.0])
+"""Micro-batches in flight on the last stage behind slow links, of all."""
+
+
 def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -> tuple[Depths, ...]:
     """Depths to try under a schedule, the fewest first; none where memory has no room for the schedule at all.
 
     The schedule's own, P − r; what covers a round trip, that is, from a forward to its gradient's return at the pace of
     the slowest resource, and a little more; steeper ones, 1 + c·(P − 1 − r), which let the last stage begin its
-    backwards while activations still come in slowly; and all that memory holds. A stage may never have fewer
-    micro-batches in flight than the one after it, or both would wait for each other.
+    backwards while activations still come in slowly; all that memory holds, and the same with fewer on the last stage,
+    for slow links. A stage may never have fewer micro-batches in flight than the one after it, or both would wait for
+    each other.
     """
     blocks = np.array(layers, dtype=float)
     limits = stages.depth_limits(blocks)
@@ -184,7 +189,8 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
         limits = np.where(limits >= stages.num_micro_batches, limits + len(blocks), limits)
     most = (stages.num_micro_batches - 1) / max(1, len(blocks) - 1)
     steep = [1 + np.ceil(slope * later) for slope in (1, 2, (1 + most) / 2, most)]
-    return _capped([*steep, *_covering(stages, blocks), np.full(len(blocks), np.inf)], limits)
+    flat = [np.where(later > 0, np.inf, last) for last in (*np.ceil(_LAST * stages.num_micro_batches), np.inf)]
+    return _capped([*steep, *_covering(stages, blocks), *flat], limits)
 
 
 def _capped(profiles: Sequence[Array], limits: Array) -> tuple[Depths, ...]:
