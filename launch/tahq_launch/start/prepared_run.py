@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable, security_warnings
-from tahq_launch.start.resolution import resolve_for_run
+from tahq_launch.start.resolution import resolve_for_run, with_profile
 from tahq_launch.start.run_folder import RunFolder
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
 
@@ -290,7 +291,7 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
     Raises:
         ConfigError: it contradicts a kept value, such as samples longer than the model's positions.
     """
-    values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
+    values = keep_model_sizes(old, resolve(with_profile(given)).model_dump(mode="json"))
     if given.pipeline.layers is None:
         _keep_division(values, old, given)
     for name, keys in (("training", ("micro_batch",)), ("wire", ("activations", "gradients"))):
@@ -304,11 +305,34 @@ def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: Cluste
     """Keep the old hosts in their order, and the layers of each chunk, if stages and hosts are those of then."""
     kept, pipeline = old.get("pipeline", {}), values["pipeline"]
     hosts = old.get("hosts")
-    if isinstance(given.hosts, list) and isinstance(hosts, list):
-        are_known = all(host in values["hosts"] for host in hosts)
-        if not are_known or ("stages" in given.pipeline.model_fields_set and len(hosts) != pipeline["stages"]):
+    are_namespaces = given.hosts == hosts == "namespaces"
+    if are_namespaces or (isinstance(given.hosts, list) and isinstance(hosts, list)):
+        is_other_count = "stages" in given.pipeline.model_fields_set and kept["stages"] != pipeline["stages"]
+        are_known = _has_network(values, old) if are_namespaces else all(host in values["hosts"] for host in hosts)
+        if is_other_count or not are_known:
             return
-        values["hosts"], pipeline["stages"] = hosts, len(hosts)
+        values["hosts"], pipeline["stages"] = hosts, kept["stages"]
+    if are_namespaces:  # a plan renames them
+        values["links"] |= {key: old["links"][key] for key in ("hosts", "pairs")}
     # a checkpoint of an older version has no chunks
     if all(pipeline[key] == kept.get(key, 1) for key in ("stages", "chunks")):
         pipeline |= {key: kept.get(key) for key in ("layers", "first")}
+        if given.model.sleep is not None:  # which a plan divides as it divides layers
+            values["model"]["sleep"] = old["model"]["sleep"]
+
+
+def _has_network(values: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Whether all of the old network's hosts and pairs are in the new one, under whichever names."""
+    old_figures, new_figures = _network_figures(old), _network_figures(values)
+    are_as_many = old["pipeline"]["stages"] == values["pipeline"]["stages"]
+    return old_figures == new_figures if are_as_many else old_figures <= new_figures
+
+
+def _network_figures(config: Mapping[str, Any]) -> Counter[str]:
+    """The figures of each host and pair, without their names."""
+    links, names = config["links"], [f"host{stage}" for stage in range(config["pipeline"]["stages"])]
+    hosts = [links["hosts"].get(name) or {} for name in names]
+    pairs = [pair | {"between": None} for pair in links["pairs"]]
+    figures = [sorted((key, value) for key, value in each.items() if value is not None) for each in hosts]
+    figures += [[("pair", sorted(map(str, pair.items())))] for pair in pairs]
+    return Counter(map(str, figures))
