@@ -151,7 +151,7 @@ class MeasuringMember:
             notes += measured_again(rows, measurement.layer_times)
         shape = (self._config.training.micro_batch, self._config.data.seq_len, measurement.hidden_size)
         for spec in order.codecs:
-            working(f"timing {spec}")
+            working(f"timing {spec}, after compiling it if it is new here")
             try:
                 codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
             except CodecError as error:

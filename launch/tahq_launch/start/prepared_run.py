@@ -40,8 +40,7 @@ log = logging.getLogger("tahq")
 class StartRequest:
     """The command line of a program that starts a coordinator.
 
-    `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
-    `lines` are printed at its start.
+    `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run.
     """
 
     config_path: Path
@@ -52,7 +51,6 @@ class StartRequest:
     advertise: str | None = None
     program: str = "tahq-launch"
     planned: ClusterConfig | None = None
-    lines: tuple[str, ...] = ()
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -135,8 +133,8 @@ def prepared_run(
                 turn_back(folder.snapshots, folder.path / origin.snapshot)
             _keep_config(folder, config, origin)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
-            plan = (*request.lines, *_expected_gap(config))
-            notes = (*damaged, *origin.notes, *plan, *keep_source(folder, config), *security_warnings(config))
+            gap = () if request.planned else expected_gap_lines(config)  # the lines of a plan include it
+            notes = (*damaged, *origin.notes, *gap, *keep_source(folder, config), *security_warnings(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
 
 
@@ -207,7 +205,7 @@ def _log_file(path: Path, level: str) -> Iterator[None]:
         handler.close()
 
 
-def _expected_gap(config: ClusterConfig) -> tuple[str, ...]:
+def expected_gap_lines(config: ClusterConfig) -> tuple[str, ...]:
     """A line on what the codecs are known to cost; none without cuts."""
     gap = expected_gap(config.wire.activations, config.wire.gradients) if config.pipeline.stages > 1 else ""
     return (f"codecs {config.wire.activations} and {config.wire.gradients}: {gap}",) if gap else ()
