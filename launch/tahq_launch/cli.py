@@ -72,8 +72,7 @@ def launch(
         start = planned_start(start, measures=False)
         config = resolve_for_run(start.planned or load_config(cluster_yaml, overrides or ()))
         check_local(config)
-        text = describe(config, progress_of("estimating memory"))
-        print("\n".join((*start.lines, "", text)) if start.lines else text)
+        print(describe(config, progress_of("estimating memory")))
         return 0
 
 

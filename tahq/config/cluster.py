@@ -59,8 +59,8 @@ class ClusterConfig(Section):
         return self
 
     def _check_hosts(self) -> None:
-        if isinstance(self.hosts, list) and self.pipeline.model_fields_set.isdisjoint(("stages", "layers")):
-            object.__setattr__(self.pipeline, "stages", len(self.hosts))
+        if self.pipeline.model_fields_set.isdisjoint(("stages", "layers")):
+            object.__setattr__(self.pipeline, "stages", self._default_stages())
         links, stages = self.links, self.pipeline.stages
         if isinstance(self.hosts, list) and len(self.hosts) != stages:
             raise ValueError(
@@ -111,6 +111,13 @@ class ClusterConfig(Section):
             return self.links.network(self.pipeline.stages)
         except ValueError as error:
             raise ValueError(f"links.{error}") from error
+
+    def _default_stages(self) -> int:
+        """One per listed host; else the default, or fewer, so that each chunk has a layer."""
+        if isinstance(self.hosts, list):
+            return len(self.hosts)
+        stages, num_layers = self.pipeline.stages, self.model.num_layers
+        return stages if num_layers is None else max(1, min(stages, num_layers // self.pipeline.chunks))
 
     def _check_inside(self) -> None:
         inside = self.links.inside

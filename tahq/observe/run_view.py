@@ -195,7 +195,8 @@ class PlainLines(Announcer):
     def opened(self, header: RunHeader) -> None:
         """Print the header."""
         continued = f", continuing after step {header.start_step}" if header.start_step else ""
-        self.announce(f"run {header.name}: {header.num_stages} stages, coordinator at {header.address}{continued}")
+        stages = f"{header.num_stages} stage{'s' * (header.num_stages > 1)}"
+        self.announce(f"run {header.name}: {stages}, coordinator at {header.address}{continued}")
 
     def phase_changed(self, phase: str, detail: str) -> None:
         """Print the phase if it changed."""

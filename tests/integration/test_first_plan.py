@@ -18,6 +18,9 @@ def named(values, name):
 
 def test_run_is_planned_once_and_repeated_to_the_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("TAHQ_CACHE", str(tmp_path / "cache"))
+    dry = launch(tmp_path, named(MINIMAL, "dry"), "--dry-run")
+    assert dry.stdout.startswith("not measured yet: ")
+
     first = train(tmp_path, MINIMAL)
     losses = first.losses
     assert "measuring compute" in first.stdout
@@ -31,7 +34,7 @@ def test_run_is_planned_once_and_repeated_to_the_bit(tmp_path, monkeypatch):
 
     second = train(tmp_path, named(MINIMAL, "second"))
     assert "measuring" not in second.stdout
-    assert "measured 0 minutes ago" in second.stdout
+    assert "measured less than a minute ago" in second.stdout
     assert second.losses == losses
 
     third = train(tmp_path / "third", named(config, "third"))

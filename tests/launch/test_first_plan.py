@@ -1,5 +1,9 @@
 """What is chosen before the first step: what is open, from figures that were measured, within every host's memory."""
 
+import os
+import re
+import time
+
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -114,6 +118,88 @@ def test_key_that_is_set_is_never_overridden(planned, keys):
             assert shown == (value.partition(":")[0] if section == "wire" else value)
 
 
+@pytest.mark.parametrize(
+    ("training", "size", "known"),
+    [({"global_batch": 6}, 3, False), ({"micro_batch": 2}, 2, False), ({"global_batch": 8}, 4, True)],
+    ids=str,
+)
+def test_sizes_that_a_given_file_lacks_are_interpolated_and_said_to_be(training, size, known, tmp_path):
+    hosts = [
+        HostNumbers(name=host["address"], compute=[LayerTimes(micro_batch=4, block_forward=0.1, block_backward=0.2)])
+        for host in FOUR_HOSTS["hosts"]
+    ]
+    numbers = write_numbers(ClusterNumbers(hosts=hosts), tmp_path / "numbers.yaml", is_complete=True)
+    values = OPEN | FOUR_HOSTS | {"training": training, "links": {"measured": str(numbers)}}
+    found = first_plan(load_config_of(values), StartRequest(tmp_path / "cluster.yaml"), measures=False)
+    assert found.config.training.micro_batch == size
+    assert any("interpolated" in line for line in found.lines) != known
+
+
+@pytest.mark.parametrize("stages", [{}, {"stages": 4}], ids=str)
+def test_resumed_run_in_namespaces_keeps_the_hosts_that_the_plan_has_renamed(stages, planned):
+    sleep = {"forward": ["60ms", "30ms", "900ms", "30ms"], "backward": ["120ms", "60ms", "1800ms", "60ms"]}
+    links = {"hosts": {"host1": {"up": "5mbit"}, "host3": {"up": "20mbit"}}, "delay": "10ms", "rate": "100mbit"}
+    links["pairs"] = [{"between": ["host0", "host3"], "delay": "40ms"}]
+    values = OPEN | {
+        "model": OPEN["model"] | {"sleep": sleep},
+        "links": links,
+        "pipeline": stages,
+        "hosts": "namespaces",
+    }
+    config = planned(values, speeds=(0.06, 0.03, 0.9, 0.03)).config
+    assert config.pipeline.stages == (4 if stages else 3)
+    assert config.links.hosts != load_config_of(values).links.hosts
+    old = config.model_dump(mode="json")
+    continued = continued_config(old, load_config_of(values | {"training": {"steps": 9}}))
+    for section in ("hosts", "pipeline", "links", "wire"):
+        assert getattr(continued, section) == getattr(config, section)
+    assert continued.model.sleep == config.model.sleep
+    changed = continued_config(old, load_config_of(values | {"links": links | {"hosts": {"host1": {"up": "7mbit"}}}}))
+    assert changed.links.hosts["host1"].up == 7e6
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, "schedule S at first, in flight N N (pipeline.schedule, pipeline.in_flight)"),
+        ({"in_flight": 2}, "schedule S at first (pipeline.schedule)"),
+        ({"schedule": "1f1b"}, "in flight N N (pipeline.in_flight)"),
+        ({"schedule": "1f1b", "in_flight": 2}, ""),
+    ],
+    ids=str,
+)
+def test_only_what_is_chosen_of_the_schedule_is_said(keys, line, planned):
+    lines = [each.strip() for each in planned(OPEN | {"pipeline": {"stages": 2, **keys}}).lines]
+    found = [re.sub(r"[\d]+", "N", re.sub("schedule [^ ]+", "schedule S", each)) for each in lines]
+    assert [each for each in found if "schedule" in each or "in flight" in each] == ([line] if line else [])
+
+
+def test_single_stage_has_neither_layers_nor_a_schedule_to_choose(planned):
+    lines = planned(OPEN | {"pipeline": {"stages": 1}}).lines
+    assert [line.split()[-1] for line in lines[1:]] == ["(training.micro_batch)"]
+
+
+@pytest.mark.parametrize(
+    ("age_s", "text"),
+    [(59, "less than a minute ago"), (60, "1 minute ago"), (7200, "2 hours ago"), (200_000, "2 days ago")],
+)
+def test_age_of_measurements_is_said(age_s, text, planned, tmp_path):
+    planned(OPEN)
+    (path,) = (tmp_path / "measured").iterdir()
+    os.utime(path, (time.time() - age_s,) * 2)
+    read = load_config(tmp_path / "cluster.yaml")
+    found = first_plan(read, StartRequest(tmp_path / "cluster.yaml"), measures=False)
+    assert f"speeds measured {text} (" in found.lines[0]
+
+
+def test_few_layers_make_fewer_stages_and_hosts_make_as_many_as_there_are():
+    model = OPEN["model"] | {"num_layers": 2}
+    assert load_config_of(OPEN | {"model": model}).pipeline.stages == 2
+    assert load_config_of(OPEN | {"model": model, "hosts": "namespaces"}).pipeline.stages == 2
+    with pytest.raises(ValueError, match=r"pipeline.stages 4 is above"):
+        load_config_of(OPEN | {"model": model} | FOUR_HOSTS)
+
+
 def test_slow_host_is_left_out_unless_stages_say_otherwise(planned):
     speeds = (0.01, 1.0, 0.01, 0.01)
     addresses = [host.address for host in planned(OPEN | FOUR_HOSTS, speeds).config.hosts]
@@ -137,7 +223,8 @@ def test_slow_paths_get_the_fewest_bits_that_quality_allows(planned):
     rates = {(a, b): 1e6 for a in names for b in names if a != b}
     wire = planned(OPEN | FOUR_HOSTS | {"pipeline": {"stages": 4}}, speeds=(0.001,) * 4, rates=rates).config.wire
     default = resolve_for_run(load_config_of(OPEN)).wire
-    assert (wire.activations, wire.gradients) == (default.activations, default.gradients)
+    assert wire.activations == default.activations
+    assert wire.gradients in (default.gradients, "eden:bits=2,group=256")  # the other direction is the slower one
 
 
 UNLIKE = {
@@ -198,6 +285,10 @@ def test_figures_of_another_model_are_not_used(planned):
     assert cache_path(config, (1, 2)) != cache_path(config, (1, 2, 4))
     renamed = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
     assert cache_path(config, (1, 2)) == cache_path(renamed, (1, 2))
+    listed, slower = (
+        resolve_for_run(load_config_of(OPEN | FOUR_HOSTS | {"links": each})) for each in ({}, {"rate": 1e7})
+    )
+    assert cache_path(listed, (1, 2)) != cache_path(slower, (1, 2))
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.4, True), (1.6, False), (0.6, False)])

@@ -73,7 +73,7 @@ def plan_cluster(
     given = given_plan(config, problem)
     explained = PlanExplanation(
         planned=planned,
-        origins=(*origins, *_not_measured(planned)),
+        origins=(*origins, *interpolated_times(planned), *_stand_ins(planned)),
         given=predict(planned.table, given) if given is not None else None,
         bottleneck=bottleneck(planned.table, planned.best),
         second=second_best(planned),
@@ -88,17 +88,22 @@ def plan_cluster(
         _write_planned(write, config, planned)
 
 
-def _not_measured(planned: Planned) -> list[str]:
-    """A line if the plan's micro-batch was not measured, and one for each codec that takes its times from another."""
+def interpolated_times(planned: Planned) -> list[str]:
+    """A line if the plan's micro-batch was not measured."""
     table, plan = planned.table, planned.best.plan
     measured = [{times.micro_batch for times in table.problem.cluster.hosts[host].compute} for host in plan.hosts]
-    lines = []
-    if not all(plan.micro_batch in sizes for sizes in measured):
-        known = ", ".join(map(str, sorted(set.union(*measured))))
-        lines.append(f"compute of micro-batches of {plan.micro_batch} is interpolated from those of {known}")
+    if all(plan.micro_batch in sizes for sizes in measured):
+        return []
+    known = ", ".join(map(str, sorted(set.union(*measured))))
+    return [f"compute of micro-batches of {plan.micro_batch} is interpolated from those of {known}"]
+
+
+def _stand_ins(planned: Planned) -> list[str]:
+    """A line for each codec that takes its times from another."""
+    table, plan = planned.table, planned.best.plan
     used = dict.fromkeys((*plan.activations, *plan.gradients))
     stand_ins = dict.fromkeys((codec, table.codec_stand_in(host, codec)) for codec in used for host in plan.hosts)
-    return lines + [
+    return [
         f"{codec} was not measured on every host: there it is assumed to be as slow as {other}"
         for codec, other in stand_ins
         if other not in (None, codec)

@@ -28,7 +28,7 @@ from tahq.config.file import load_config
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, UserError
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
@@ -41,14 +41,14 @@ from tahq.quant import CodecSpec
 from tahq.quant.quality import FLOOR
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.command_line import announce
-from tahq_launch.plan.command import planned_config
+from tahq_launch.command_line import announce, progress_of
+from tahq_launch.plan.command import interpolated_times, planned_config
 from tahq_launch.plan.measure import measured, write_numbers
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
 from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
-from tahq_launch.start.prepared_run import StartRequest
+from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.run_folder import RunFolder
 
@@ -62,6 +62,10 @@ HOLDS_S = {True: 24 * 3600.0, False: 7 * 24 * 3600.0}
 """How long measurements are used, with paths between hosts and without."""
 NO_LONGER = 1.5
 """Figures that a stage's compute differs from by this factor are measured again at the next start."""
+_NOT_MEASURED = (
+    "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
+    "below may change"
+)
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
 """Timed besides those of fewest bits, for all others of the ladders."""
 
@@ -111,9 +115,12 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
         check_reachable(given)
         RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
     found = first_plan(given, start, measures=measures, starts_workers=starts_workers)
+    lines = found.lines if found is not None else (_NOT_MEASURED,) if _is_open(given) else ()
+    for line in (*lines, *([""] if lines and not measures else [])):
+        announce(line)
     if found is None:
         return start
-    return replace(start, planned=found.config, lines=found.lines, watch=found.watch if found.compute_s else None)
+    return replace(start, planned=found.config, watch=found.watch if found.compute_s else None)
 
 
 def first_plan(
@@ -143,7 +150,7 @@ def first_plan(
     cluster = _completed(config, spec, cluster, has_paths=isinstance(config.hosts, list) or bool(by_hand))
     problem = _problem(given, config, spec, cluster, may_reorder=config.hosts != "local" and not by_hand)
     try:
-        planned = plan(problem)
+        planned = plan(problem, progress=progress_of("planning"))
     except NothingFitsError as error:
         return _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
     return replace(
@@ -202,12 +209,12 @@ def _given_numbers(given: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
     path = Path(given.links.measured)
     cluster = read_numbers(path)
     check_names(given, cluster, path)
-    return cluster, f"figures of {path}"
+    return cluster, f"from {path}"
 
 
 def cache_path(config: ClusterConfig, sizes: Sequence[int], *, by_hand: bool = False) -> Path:
     """The file for the figures of these hosts and this model: whatever they depend on is in its name."""
-    parts = {
+    parts: dict[str, Any] = {
         "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "sizes": list(sizes),
@@ -219,6 +226,8 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, by_hand: bool = F
         "run": (config.run.device, config.run.threads),
         "stages": config.pipeline.stages,
     }
+    if isinstance(config.hosts, list):  # measured paths are capped by what links imitates; others are not measured
+        parts["links"] = config.links.model_dump(mode="json", include={"rate", "delay"})
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_folder() / "measured" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.yaml"
 
@@ -235,8 +244,11 @@ def _cached(path: Path, config: ClusterConfig) -> tuple[ClusterNumbers, str] | N
 
 
 def _ago(age_s: float) -> str:
-    minutes = int(age_s / 60)
-    return f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"
+    for unit, unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if age_s >= unit_s:
+            count = int(age_s / unit_s)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return "less than a minute ago"
 
 
 def _measured(
@@ -266,13 +278,20 @@ def _measured(
     )
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     start = replace(start, overrides=(*start.overrides, *own))
-    status, cluster, address = measured(start, request, folder, starts_workers=starts_workers, join_again=by_hand)
-    if status not in ORDERLY or status > 0 or cluster is None:
-        announce(f"the workers' logs are in {folder}")
+    try:
+        status, cluster, address = measured(start, request, folder, starts_workers=starts_workers, join_again=by_hand)
+    except UserError:
+        shutil.rmtree(folder)
+        raise
+    if status in ORDERLY:
+        shutil.rmtree(folder)
+    else:
+        announce(f"no run was begun; the workers' logs are in {folder}")
+    if status > 0 or cluster is None:
         raise StoppedError(status or 1)
-    shutil.rmtree(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_numbers(cluster, path, is_complete=True)
+    announce("measured; planning")
     if by_hand:
         host, port = config.run.bind.rpartition(":")[0], address.rpartition(":")[2]
         config = config.model_copy(update={"run": config.run.model_copy(update={"bind": f"{host}:{port}"})})
@@ -320,6 +339,7 @@ def _problem(
         schedules = ("1f1b",)  # which takes any depths
     problem = problem_of(config, spec, cluster, PlanChoices(schedules=schedules))
     sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
+    sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
     codecs = _codecs(given)
     is_listed = isinstance(given.pipeline.in_flight, list)
     may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
@@ -385,16 +405,28 @@ def _lines(
     if not problem.in_order:
         without = f", without {', '.join(left_out)}, which would make it slower" if left_out else ""
         yield f"  hosts {' '.join(names)}{without} (pipeline.stages, pipeline.layers)"
-    yield f"  layers {' '.join(map(str, chosen.layers))} (pipeline.layers)"
+    if chosen.num_stages > 1:
+        yield f"  layers {' '.join(map(str, chosen.layers))} (pipeline.layers)"
     if not _is_set(given.training, "micro_batch"):
         yield f"  {chosen.num_micro_batches} micro-batches of {chosen.micro_batch} (training.micro_batch)"
-    if given.pipeline.schedule == "auto":
-        in_flight = " ".join(map(str, best.in_flight))
-        yield f"  schedule {chosen.schedule} at first, in flight {in_flight} (pipeline.schedule, pipeline.in_flight)"
+    yield from _schedule_line(given, planned)
+    if chosen.first != given.links.first:
+        yield f"  {chosen.first} go first on an uplink (links.first)"
     if problem.has_choice_of_codecs and chosen.activations:
         codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"
-    if chosen.first != given.links.first:
-        yield f"  {chosen.first} go first on an uplink (links.first)"
-    for note in notes if not problem.has_choice_of_codecs else ():
+    for note in (*interpolated_times(planned), *(() if problem.has_choice_of_codecs else notes)):
         yield f"  {note}"
+    yield from expected_gap_lines(final)
+
+
+def _schedule_line(given: ClusterConfig, planned: Planned) -> Iterator[str]:
+    """What is chosen of the schedule and its depths; nothing of a single stage."""
+    best, set_to = planned.best, given.pipeline
+    chosen = {}
+    if set_to.schedule == "auto":
+        chosen["pipeline.schedule"] = f"schedule {best.plan.schedule} at first"
+    if set_to.in_flight is None:
+        chosen["pipeline.in_flight"] = f"in flight {' '.join(map(str, best.in_flight))}"
+    if chosen and best.plan.num_stages > 1:
+        yield f"  {', '.join(chosen.values())} ({', '.join(chosen)})"

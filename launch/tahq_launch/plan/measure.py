@@ -141,7 +141,9 @@ class _Lines(PlainLines):
         self._program = program
 
     def opened(self, header: RunHeader) -> None:
-        self.announce(f"measuring {header.num_stages} hosts, coordinator at {header.address}")
+        self.announce(
+            f"measuring {header.num_stages} host{'s' * (header.num_stages > 1)}, coordinator at {header.address}"
+        )
 
     def _print_state(self) -> None:
         if self._state[0] == "measuring" and self._state[1] and self._state != self._printed:

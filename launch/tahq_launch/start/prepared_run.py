@@ -44,7 +44,7 @@ class StartRequest:
     """The command line of a program that starts a coordinator.
 
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
-    `lines` are printed at its start, and `watch` is given the steps of each search for a schedule.
+    `watch` is given the steps of each search for a schedule.
     """
 
     config_path: Path
@@ -55,7 +55,6 @@ class StartRequest:
     advertise: str | None = None
     program: str = "tahq-launch"
     planned: ClusterConfig | None = None
-    lines: tuple[str, ...] = ()
     watch: Callable[[Sequence[StepRecord]], None] | None = None
 
     @property
@@ -141,8 +140,8 @@ def prepared_run(
                 turn_back(folder.snapshots, folder.path / origin.snapshot)
             _keep_config(folder, config, origin)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
-            plan = (*request.lines, *_expected_gap(config))
-            notes = (*damaged, *origin.notes, *plan, *keep_source(folder, config), *security_warnings(config))
+            gap = () if request.planned else expected_gap_lines(config)  # the lines of a plan include it
+            notes = (*damaged, *origin.notes, *gap, *keep_source(folder, config), *security_warnings(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
 
 
@@ -221,7 +220,7 @@ def _watched(choose: Choose, watch: Callable[[Sequence[StepRecord]], None]) -> C
     return choose_and_tell
 
 
-def _expected_gap(config: ClusterConfig) -> tuple[str, ...]:
+def expected_gap_lines(config: ClusterConfig) -> tuple[str, ...]:
     """A line on what the codecs are known to cost; none without cuts."""
     gap = expected_gap(config.wire.activations, config.wire.gradients) if config.pipeline.stages > 1 else ""
     names = " and ".join(CodecSpec.parse(spec).brief() for spec in config.wire.specs().values())
@@ -322,7 +321,7 @@ def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: Cluste
     With them go what the plan has put beside them: names and first frames of links, and the times of sleeping stages.
     """
     kept, pipeline, links = old.get("pipeline", {}), values["pipeline"], values["links"]
-    places = [_places(each.get("hosts"), each.get("links", {})) for each in (old, values)]
+    places = [_places(each) for each in (old, values)]
     if places[0] - places[1] or ("stages" in given.pipeline.model_fields_set and places[0] != places[1]):
         return
     if places[0]:
@@ -342,10 +341,13 @@ def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: Cluste
             links[key] = old["links"][key]
 
 
-def _places(hosts: Any, links: Mapping[str, Any]) -> Counter[str]:
-    """What tells listed hosts apart; of hosts in namespaces, their shapes without their names."""
+def _places(config: Mapping[str, Any]) -> Counter[str]:
+    """What tells listed hosts apart; of hosts in namespaces, their figures without their names."""
+    hosts, places = config.get("hosts"), list[dict[str, Any]]()
     if isinstance(hosts, list):
         places = [{key: host.get(key) for key in ("address", "bind", "device", "ssh")} for host in hosts]
-    else:
-        places = list((links.get("hosts") or {}).values()) if hosts == "namespaces" else []
-    return Counter(json.dumps(place, sort_keys=True) for place in places)
+    elif hosts == "namespaces":
+        figures = config["links"]["hosts"]
+        places = [figures.get(f"host{stage}") or {} for stage in range(config["pipeline"]["stages"])]
+    filled = ({key: value for key, value in place.items() if value is not None} for place in places)
+    return Counter(json.dumps(place, sort_keys=True) for place in filled)
