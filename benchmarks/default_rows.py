@@ -147,7 +147,7 @@ def default_table(places: Sequence[Place], options: argparse.Namespace) -> Table
     for place, wire in itertools.product(places, options.wires):
         count = min(place.micro_batches)
         if not any((row["place"], row["count"], row["wire"]) == (place.title, count, wire) for row in read_rows(path)):
-            for row in measure(place, count, wire, options.best):
+            for row in list(measure(place, count, wire, options.best)):  # all of them or none
                 append_row(path, row)
                 say(f"{row['place']}, {wire}: {row['how']} {row['schedule']} {row['in_flight']} {row['step_s']:.3f} s")
     return Table(COLUMNS, _cells(read_rows(path)), DEFAULT_CAPTION, heading="Default settings")
