@@ -86,7 +86,7 @@ VALUES = [
     ("links.delay=5min", "expected at most 60s; got '5min'"),
     ("links.backend=relay", "the backend relay was removed; run as root with auto"),
     ("links.piece=1KiB", "expected 4KiB or more; got '1KiB'"),
-    ("wire=papers", "expected keys and values, or the word paper; got 'papers'"),
+    ("wire=papers", "expected keys and values, or one of the words paper, auto; got 'papers'"),
     ("wire.gradients=fixd", "codec spec 'fixd': no codec 'fixd'"),
     ("wire.activations=aqsgd:bits=9", "codec aqsgd: bits must be a whole number from 2 to 8; got 9"),
     ("wire.activations=aqsgd:cache=disk", "codec aqsgd: cache must be memory, file or none; got disk"),

@@ -12,7 +12,7 @@ CONFIG = tiny(
     links={"rate": "20mbit", "delay": "25ms"},
     run={"snapshot_every": 10},
 )
-FREE = {**CONFIG, "pipeline": {"stages": 4}}
+FREE = {**CONFIG, "pipeline": {"stages": 4, "balance": "counted"}}
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ QUICK: Final = Effort(
     skip_s=0.1,
     steady_s=0.35,
     num_packets=60,
-    counting_s=0.5,
+    counting_s=0.9,
     most_bits_per_s=500e6,
     has_unjudged=False,
 )
@@ -186,7 +186,7 @@ class PathMeasurements:
         alone = effort.most_bits_per_s == 0
         trips = [path for index, path in enumerate(paths) if path[::-1] not in paths[:index]]
         lossy = [path for path in paths if plan.paths[path].loss > 0]
-        share = 1.0 if alone else 1 / max(1, len(lossy))
+        share = 1.0 if alone else min(1.0, 1.5 / max(1, len(lossy)))
         as_set = [partial(self.round_trip, *path) for path in trips]
         as_set += [partial(self.loss, *path, share=share) for path in lossy]
         if effort.has_unjudged:
