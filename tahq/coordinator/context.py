@@ -81,8 +81,8 @@ class CoordinatorOptions:
     """Number of the sample that `start_step` begins with; None: taken from the workers' HELLO."""
     is_measuring: bool = False
     """Whether workers measure instead of training (`tahq measure`)."""
-    join_again: frozenset[int] = frozenset()
-    """Stages whose workers, once they have measured, join again for a run."""
+    join_again: frozenset[int] | None = None
+    """Stages whose workers, as all spares, join again for a run once all have measured; None: no run follows."""
     leave_timeout_s: float = 1.0
     """How long the coordinator waits for workers to leave at the end."""
 

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -428,11 +428,20 @@ class Coordinator:
             raise LocalProtocolError("this is a run, not a measurement")
         measuring.take(seat, figures)
         if measuring.is_finished:
-            failures = measuring.measured.failures
-            ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
-            for stage in () if failures else self._ctx.options.join_again:
-                self._ctx.send(self._seats[stage], StartOver("all hosts have measured"))
+            failures, ending = measuring.measured.failures, Ending(0)
+            if self._ctx.options.join_again is not None:  # the plan avoids paths that failed
+                self._let_join_again(self._ctx.options.join_again)
+            elif failures:
+                ending = Ending(PeerLostError.exit_status, failures[0])
             self._say_bye(RunEvent.ALL_MEASURED, ending)
+
+    def _let_join_again(self, stages: Iterable[int]) -> None:
+        """After a measurement: tell those who are needed again, before the others get their BYE."""
+        again = StartOver("all hosts have measured")
+        for stage in stages:
+            self._ctx.send(self._seats[stage], again)
+        for identity in self._seats.spares:
+            self._ctx.server.send(identity, again)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tahq.comm.control.messages import (
     MeasurePaths,
     Message,
     PathsMeasured,
+    StartOver,
 )
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.service import Coordinator
@@ -74,10 +75,10 @@ class Measurer:
 def begin(scene):
     """`begin(stage1={…})` builds a coordinator and three workers that measure; returns its figures."""
 
-    def make(request=REQUEST, **changes_by_stage):
+    def make(request=REQUEST, join_again=None, **changes_by_stage):
         measured = Measured(["host0", "host1", "host2"], "abc")
         scene.coordinator = Coordinator(
-            replace(scene.options, is_measuring=True),
+            replace(scene.options, is_measuring=True, join_again=join_again),
             scene.server,
             scene.observer,
             measuring=Measuring(request, measured, "abc"),
@@ -124,6 +125,13 @@ def test_a_peer_that_cannot_be_reached_is_named_and_not_tried_again_and_the_rest
     failed = {(path.source, path.target) for path in numbers.paths if path.failure}
     assert failed == {("host0", "host2"), ("host2", "host0")}
     assert sum(path.rate is not None for path in numbers.paths) == 4
+
+
+def test_workers_join_again_where_a_run_follows_even_if_a_path_failed(scene, begin):
+    begin(join_again=frozenset({0, 2}), stage2={"unreachable": (0,)})
+    assert scene.run() == 0
+    told = [scene.server.told(f"worker-{stage}".encode(), StartOver) for stage in range(3)]
+    assert [bool(orders) for orders in told] == [True, False, True]
 
 
 def test_hosts_that_only_dial_out_are_told_and_the_rest_measured(scene, begin):

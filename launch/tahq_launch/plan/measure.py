@@ -76,13 +76,13 @@ def measured(
     folder: Path,
     *,
     starts_workers: bool = True,
-    join_again: frozenset[int] = frozenset(),
+    join_again: frozenset[int] | None = None,
 ) -> tuple[int, ClusterNumbers | None, str]:
     """Have the workers of a configuration measure; logs are left in the folder.
 
     Returns:
-        The exit status; the figures, None: there are none; and the address of the coordinator, where the workers of the
-        stages of `join_again` are about to join a run.
+        The exit status; the figures, None: there are none; and the address of the coordinator, where spares and the
+        workers of the stages of `join_again` are about to join a run (None: no run follows).
     """
     addresses: list[str] = []
     made: list[tuple[Measured, Imitated]] = []
