@@ -3,7 +3,7 @@
 Neither changes the arithmetic: gradients are added in the same order under every schedule and depth. A run begins with
 the configured ones. When a few steps have been measured, a search (`Choose`, in a thread, so that no COMMIT waits for
 it) proposes others; from the next COMMIT on all stages use them. A change that makes steps longer is taken back.
-The search is repeated when steps take another time than those it was made from, and now and then besides.
+The search is repeated when steps take another time than those it was made from, and ever more seldom besides.
 """
 
 import logging
@@ -24,8 +24,9 @@ IGNORED_STEPS = 1
 """After a start or a change: kernels and TCP are cold, and the pipeline had other depths."""
 MEASURED_STEPS = 3
 """Whose medians a search is given."""
-SEARCH_EVERY = 100
-"""Steps from one search to the next where nothing has changed."""
+SEARCH_AFTER, SEARCH_EVERY = 10, 100
+"""Steps from the first search to the second, and from one to the next in the end: the pauses double, as the first
+searches may have been given steps that something else on the machine had slowed down."""
 OTHER_TIME = 0.1
 """Relative change of the steps' time that causes a search."""
 LEAST_GAIN = 0.02
@@ -92,6 +93,7 @@ class ScheduleChanges:
         self._searched_s: float | None = None
         """Seconds of the steps that the last search was made from; None: there was none."""
         self._since_search = 0
+        self._pause = SEARCH_AFTER
         self._before: tuple[ScheduleChoice, float] | None = None
         """What was in force before the last change, and its seconds, until the change has proved right."""
         self._failed: set[ScheduleChoice] = set()
@@ -125,12 +127,14 @@ class ScheduleChanges:
         if self._search is not None:
             return self._take(usual_s)
         if self._is_due(usual_s):
+            if self._searched_s is not None:
+                self._pause = min(2 * self._pause, SEARCH_EVERY)
             self._since_search, self._searched_s = 0, usual_s
             self._search = self._executor.submit(self._choose, tuple(self._steps), self.present, self._memory)
         return ""
 
     def _is_due(self, usual_s: float) -> bool:
-        if self._searched_s is None or self._since_search >= SEARCH_EVERY:
+        if self._searched_s is None or self._since_search >= self._pause:
             return True
         is_other = abs(usual_s - self._searched_s) > OTHER_TIME * self._searched_s
         if is_other:

@@ -1,5 +1,7 @@
 """When a search for another schedule is made, taken, and taken back; what a checkpoint keeps of it; memory."""
 
+from itertools import pairwise
+
 import pytest
 from support.at_once import AtOnce
 
@@ -8,6 +10,7 @@ from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import (
     MEASURED_STEPS,
     MEMORY_SHARE,
+    SEARCH_AFTER,
     SEARCH_EVERY,
     Proposal,
     ScheduleChanges,
@@ -66,18 +69,28 @@ def test_change_that_makes_steps_longer_is_taken_back_and_not_tried_again():
     steps(changes, 1.0, 5)
     assert list(steps(changes, 1.05, 4)) == [4]
     assert changes.present == FIRST
-    assert not steps(changes, 1.0, SEARCH_EVERY + 5)
-    assert steps(changes, 1.0, SEARCH_EVERY + 5)
+    assert not steps(changes, 1.0, SEARCH_AFTER + 5)
+    assert steps(changes, 1.0, 2 * SEARCH_AFTER + 5)
     assert changes.present == DEEPER
 
 
 def test_steps_that_take_another_time_are_searched_again():
     searches = Searches()
     changes = begun(searches)
-    steps(changes, 1.0, 50)
+    steps(changes, 1.0, SEARCH_AFTER)
     assert len(searches.asked) == 1
-    steps(changes, 1.3, 5)
+    steps(changes, 1.3, 3)
     assert len(searches.asked) == 2
+
+
+def test_steps_that_take_the_same_time_are_searched_ever_more_seldom():
+    searches, asked = Searches(), []
+    changes = begun(searches)
+    for _ in range(400):
+        steps(changes, 1.0, 1)
+        asked.append(len(searches.asked))
+    at = [asked.index(count) for count in range(1, max(asked) + 1)]
+    assert [later - earlier for earlier, later in pairwise(at)] == [10, 20, 40, 80, 100, 100]
 
 
 def test_checkpoint_keeps_what_is_in_force():

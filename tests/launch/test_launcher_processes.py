@@ -204,4 +204,5 @@ def test_workers_started_by_hand_complete_a_run(balance, tmp_path, start):
         stdout, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr.count("Traceback")) == (0, 0), stderr
     assert ("planned for" in stdout) == (balance == "measured")
+    assert "start stage" not in stdout.partition("planned for")[2]
     assert (tmp_path / "runs" / "tiny" / "snapshots" / "latest").exists()

@@ -75,12 +75,14 @@ class FirstPlan:
     """A configuration without open choices, and lines that say what was chosen, and why.
 
     `compute_s` are the seconds that each stage was expected to compute in a step, from the figures in `cached`.
+    `joins_again`: workers that were started by hand have just measured.
     """
 
     config: ClusterConfig
     lines: tuple[str, ...]
     compute_s: tuple[float, ...] = ()
     cached: Path | None = None
+    joins_again: bool = False
 
     def watch(self, steps: Sequence[StepRecord]) -> None:
         """Drop the figures from the cache if these steps contradict them."""
@@ -120,7 +122,8 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
         announce(line)
     if found is None:
         return start
-    return replace(start, planned=found.config, watch=found.watch if found.compute_s else None)
+    watch = found.watch if found.compute_s else None
+    return replace(start, planned=found.config, watch=watch, joins_again=found.joins_again)
 
 
 def first_plan(
@@ -142,6 +145,7 @@ def first_plan(
     by_hand = _by_hand(config, starts_workers)
     path = cache_path(config, sizes, by_hand=bool(by_hand))
     found = _given_numbers(given) or _cached(path, config)
+    joins_again = found is None and bool(by_hand)
     if found is None:
         if not measures:
             return None
@@ -152,11 +156,13 @@ def first_plan(
     try:
         planned = plan(problem, progress=progress_of("planning"))
     except NothingFitsError as error:
-        return _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
+        shallow = _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
+        return replace(shallow, joins_again=joins_again)
     return replace(
         _chosen(given, config, planned, origin),
         compute_s=_compute_s(planned),
         cached=path if given.links.measured is None else None,
+        joins_again=joins_again,
     )
 
 

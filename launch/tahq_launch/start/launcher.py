@@ -100,9 +100,10 @@ def run_stages(
                 command = worker_command(prepared, stage, address, hosts, debug=request.debug)
             if command is not None:
                 fleet.start(command, prepared.folder.stage_log(stage))
-            else:
+            elif not request.joins_again:
                 announce(_by_hand(prepared.config, stage, address))
-        _announce_key(prepared)
+        if not request.joins_again:
+            _announce_key(prepared)
         status = coordinator.run(fleet.tick)
         fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)
         return status

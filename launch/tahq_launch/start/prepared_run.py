@@ -44,7 +44,8 @@ class StartRequest:
     """The command line of a program that starts a coordinator.
 
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
-    `watch` is given the steps of each search for a schedule.
+    `watch` is given the steps of each search for a schedule. `joins_again`: workers that were started by hand have
+    measured, and join by themselves.
     """
 
     config_path: Path
@@ -56,6 +57,7 @@ class StartRequest:
     program: str = "tahq-launch"
     planned: ClusterConfig | None = None
     watch: Callable[[Sequence[StepRecord]], None] | None = None
+    joins_again: bool = False
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
