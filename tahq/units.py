@@ -215,6 +215,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
+    def set_default(self, key: str, value: object) -> None:
+        """Give a key that the file leaves open a default that depends on other keys; for validators only.
+
+        It still counts as left open: `model_fields_set` does not have it.
+        """
+        object.__setattr__(self, key, value)
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:

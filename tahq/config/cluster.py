@@ -60,7 +60,7 @@ class ClusterConfig(Section):
 
     def _check_hosts(self) -> None:
         if self.pipeline.model_fields_set.isdisjoint(("stages", "layers")):
-            object.__setattr__(self.pipeline, "stages", self._default_stages())
+            self.pipeline.set_default("stages", self._default_stages())
         links, stages = self.links, self.pipeline.stages
         if isinstance(self.hosts, list) and len(self.hosts) != stages:
             raise ValueError(

@@ -4,7 +4,6 @@ A path that cannot be measured is noted and the next is measured; a lost worker 
 so far are kept.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -44,8 +43,8 @@ class Measuring:
         """All workers are there: order each to measure its own compute."""
         self._ctx = ctx
         self._computing = {seat.stage for seat in ctx.seats.held}
-        limit_s = self._request.compute_s if self._request.compute_s < math.inf else 0.0
-        ctx.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs), limit_s))
+        request = self._request
+        ctx.broadcast(MeasureCompute(list(request.micro_batches), list(request.codecs), request.compute_s))
         ctx.tell_phase(self._activity())
 
     @property

@@ -92,11 +92,11 @@ class TrainingConfig(Section):
         if self.steps is not None and self.epochs is not None:
             raise ValueError("has both steps and epochs; remove one")
         if self.steps is None and self.epochs is None:
-            object.__setattr__(self, "epochs", 1.0)
+            self.set_default("epochs", 1.0)
         if "micro_batch" not in self.model_fields_set:
             most = self.global_batch if self.is_fused else MICRO_BATCH
             size = max(each for each in range(1, most + 1) if self.global_batch % each == 0)
-            object.__setattr__(self, "micro_batch", size)
+            self.set_default("micro_batch", size)
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not divisible by micro_batch {self.micro_batch}")
         if self.min_lr > self.lr:
@@ -181,7 +181,7 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "PipelineConfig":
         if self.layers is not None and "stages" not in self.model_fields_set:
-            object.__setattr__(self, "stages", len(self.layers) // self.chunks)
+            self.set_default("stages", len(self.layers) // self.chunks)
         if self.layers is not None and len(self.layers) != self.num_chunks:
             of = f"{self.stages} times {self.chunks} chunks" if self.chunks > 1 else f"stages is {self.stages}"
             raise ValueError(f"layers lists {len(self.layers)} {'chunks' if self.chunks > 1 else 'stages'}, {of}")

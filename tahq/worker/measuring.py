@@ -136,11 +136,7 @@ class MeasuringMember:
         measurement = ComputeMeasurement(self._config, self._stage, self._device, working)
         began_s = time.monotonic()
         for size in sizes:
-            if (
-                order.limit_s
-                and len(rows) > 1
-                and (time.monotonic() - began_s > order.limit_s or sample_s(rows[-1]) > NO_FASTER * sample_s(rows[-2]))
-            ):
+            if order.limit_s and (time.monotonic() - began_s > order.limit_s or _is_no_faster(rows)) and len(rows) > 1:
                 break
             begun += 1
             try:
@@ -195,6 +191,11 @@ def sample_s(times: LayerTimes) -> float:
     return (times.block_forward + times.block_backward) / times.micro_batch
 
 
+def _is_no_faster(rows: Sequence[LayerTimes]) -> bool:
+    """Whether samples of the largest size take about as long as those of the one before."""
+    return len(rows) > 1 and sample_s(rows[-1]) > NO_FASTER * sample_s(rows[-2])
+
+
 def measure_again(rows: list[LayerTimes], measure: Callable[[int], LayerTimes]) -> None:
     """Measure sizes of `rows` again, in place, `AGAIN` times at most, while two do not fit together.
 
@@ -222,7 +223,7 @@ def implausible(rows: Sequence[LayerTimes]) -> list[str]:
 
 
 def _slowed_down(rows: Sequence[LayerTimes]) -> int | None:
-    """The number of a size that does not fit to its neighbour, from the largest on; None: all fit."""
+    """The number of a size that does not fit its neighbour, from the largest on; None: all fit."""
     for number in range(len(rows) - 1, 0, -1):
         less, more = rows[number - 1], rows[number]
         if sample_s(more) > MOST_SLOWER * sample_s(less):

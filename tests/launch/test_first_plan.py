@@ -51,7 +51,7 @@ def planner_in(folder, monkeypatch):
             for name, s in zip(names, speeds, strict=False)
         ]
         paths = [PathNumbers(source=a, target=b, rate=rate) for (a, b), rate in (rates or {}).items()]
-        target = cache_path(config, sizes)
+        target = cache_path(config, sizes, has_paths=isinstance(config.hosts, list))
         target.parent.mkdir(exist_ok=True)
         write_numbers(ClusterNumbers(hosts=hosts, paths=paths), target, is_complete=True)
         return first_plan(read, StartRequest(path), measures=False)
@@ -288,7 +288,7 @@ def test_figures_of_another_model_are_not_used(planned):
     listed, slower = (
         resolve_for_run(load_config_of(OPEN | FOUR_HOSTS | {"links": each})) for each in ({}, {"rate": 1e7})
     )
-    assert cache_path(listed, (1, 2)) != cache_path(slower, (1, 2))
+    assert cache_path(listed, (1, 2), has_paths=True) != cache_path(slower, (1, 2), has_paths=True)
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.4, True), (1.6, False), (0.6, False)])

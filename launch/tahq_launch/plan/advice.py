@@ -41,7 +41,7 @@ def _advice(config: ClusterConfig, step: StepRecord) -> str:
         present = ScheduleChoice(step.schedule, tuple(step.in_flight))
     table, plan = measured_run(config, step, present, [stage.memory_bytes for stage in step.stages])
     now_s = seconds(table, plan)
-    whole_s = max(now_s, step.step_time_s)  # what is not simulated stays as it is
+    whole_s = max(now_s, step.step_time_s)  # what is not simulated counts as unchanged
     adapts = pipeline.schedule == "auto" and pipeline.in_flight is None
     changes = best_changes(table, plan, list(_kinds(config)), adapts_depths=adapts)
     gains = {kind: (now_s - seconds(table, changed)) / whole_s for kind, changed in changes.items()}

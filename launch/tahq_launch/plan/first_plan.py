@@ -38,7 +38,7 @@ from tahq.plan.problem import PlanProblem, divisors, named
 from tahq.plan.search.codecs import LADDER
 from tahq.plan.search.stages import StageCosts
 from tahq.quant import CodecSpec
-from tahq.quant.quality import FLOOR
+from tahq.quant.quality import FLOOR, expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
@@ -143,15 +143,23 @@ def first_plan(
     spec = resolved_spec(config, None)
     sizes = open_micro_batches(given)
     by_hand = _by_hand(config, starts_workers)
-    path = cache_path(config, sizes, by_hand=bool(by_hand))
-    found = _given_numbers(given) or _cached(path, config)
+    has_paths = isinstance(config.hosts, list) or bool(by_hand)  # else the links are those that are configured
+    path = cache_path(config, sizes, has_paths=has_paths)
+    found = _given_numbers(given) or _cached(path, HOLDS_S[has_paths])
     joins_again = found is None and bool(by_hand)
     if found is None:
         if not measures:
             return None
-        found, config = _measured(config, start, sizes, by_hand, path, starts_workers=starts_workers)
+        own = () if has_paths else ("hosts=local", "links={}")
+        start = replace(start, overrides=(*start.overrides, *own))
+        cluster, address = _measured(start, _request(config, sizes, has_paths), by_hand, starts_workers)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_numbers(cluster, path, is_complete=True)
+        announce("measured; planning")
+        found = cluster, "measured just now"
+        config = _bound_to(config, address) if by_hand else config
     cluster, origin = found
-    cluster = _completed(config, spec, cluster, has_paths=isinstance(config.hosts, list) or bool(by_hand))
+    cluster = _completed(config, spec, cluster, has_paths=has_paths)
     problem = _problem(given, config, spec, cluster, may_reorder=config.hosts != "local" and not by_hand)
     try:
         planned = plan(problem, progress=progress_of("planning"))
@@ -218,13 +226,13 @@ def _given_numbers(given: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
     return cluster, f"from {path}"
 
 
-def cache_path(config: ClusterConfig, sizes: Sequence[int], *, by_hand: bool = False) -> Path:
+def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool = False) -> Path:
     """The file for the figures of these hosts and this model: whatever they depend on is in its name."""
     parts: dict[str, Any] = {
         "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "sizes": list(sizes),
-        "by hand": by_hand,
+        "paths": has_paths,
         **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
         "training": config.training.model_dump(
             mode="json", include={"precision", "activation_checkpointing", "optimizer"}
@@ -232,17 +240,17 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, by_hand: bool = F
         "run": (config.run.device, config.run.threads),
         "stages": config.pipeline.stages,
     }
-    if isinstance(config.hosts, list):  # measured paths are capped by what links imitates; others are not measured
+    if has_paths:  # they are capped by what `links` imitates
         parts["links"] = config.links.model_dump(mode="json", include={"rate", "delay"})
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_folder() / "measured" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.yaml"
 
 
-def _cached(path: Path, config: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
+def _cached(path: Path, holds_s: float) -> tuple[ClusterNumbers, str] | None:
     """Figures that still hold."""
     try:
         age_s = time.time() - path.stat().st_mtime
-        if age_s > HOLDS_S[isinstance(config.hosts, list)]:
+        if age_s > holds_s:
             return None
         return read_numbers(path), f"measured {_ago(age_s)} ({path})"
     except (OSError, ConfigError):
@@ -257,23 +265,9 @@ def _ago(age_s: float) -> str:
     return "less than a minute ago"
 
 
-def _measured(
-    config: ClusterConfig,
-    start: StartRequest,
-    sizes: Sequence[int],
-    by_hand: frozenset[int],
-    path: Path,
-    *,
-    starts_workers: bool,
-) -> tuple[tuple[ClusterNumbers, str], ClusterConfig]:
-    """Have the workers measure, and keep the figures for the next start.
-
-    Also returns the configuration, with the coordinator's address if workers are about to dial it again.
-    """
-    has_paths = isinstance(config.hosts, list) or bool(by_hand)
-    own = () if has_paths else ("hosts=local", "links={}")  # on this machine the links are those that are configured
+def _request(config: ClusterConfig, sizes: Sequence[int], has_paths: bool) -> MeasureRequest:
     codecs = (config.wire.activations, config.wire.gradients, *_LIGHTEST_CODECS)
-    request = MeasureRequest(
+    return MeasureRequest(
         tuple(sizes),
         tuple(dict.fromkeys(str(CodecSpec.parse(codec)) for codec in codecs)),
         seconds=STREAM_S,
@@ -282,8 +276,13 @@ def _measured(
         paths=has_paths,
         compute_s=COMPUTE_S,
     )
+
+
+def _measured(
+    start: StartRequest, request: MeasureRequest, by_hand: frozenset[int], starts_workers: bool
+) -> tuple[ClusterNumbers, str]:
+    """Have the workers measure; returns the figures, and the coordinator's address."""
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
-    start = replace(start, overrides=(*start.overrides, *own))
     try:
         status, cluster, address = measured(start, request, folder, starts_workers=starts_workers, join_again=by_hand)
     except UserError:
@@ -295,13 +294,13 @@ def _measured(
         announce(f"no run was begun; the workers' logs are in {folder}")
     if status > 0 or cluster is None:
         raise StoppedError(status or 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_numbers(cluster, path, is_complete=True)
-    announce("measured; planning")
-    if by_hand:
-        host, port = config.run.bind.rpartition(":")[0], address.rpartition(":")[2]
-        config = config.model_copy(update={"run": config.run.model_copy(update={"bind": f"{host}:{port}"})})
-    return (cluster, "measured just now"), config
+    return cluster, address
+
+
+def _bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
+    """The configuration with the port that workers are about to dial again."""
+    bind = f"{config.run.bind.rpartition(':')[0]}:{address.rpartition(':')[2]}"
+    return config.model_copy(update={"run": config.run.model_copy(update={"bind": bind})})
 
 
 def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
@@ -421,9 +420,12 @@ def _lines(
     if problem.has_choice_of_codecs and chosen.activations:
         codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"
+        if gap := expected_gap(final.wire.activations, final.wire.gradients):
+            yield f"  {gap}"
+    else:
+        yield from expected_gap_lines(final)
     for note in (*interpolated_times(planned), *(() if problem.has_choice_of_codecs else notes)):
         yield f"  {note}"
-    yield from expected_gap_lines(final)
 
 
 def _schedule_line(given: ClusterConfig, planned: Planned) -> Iterator[str]:

@@ -40,7 +40,7 @@ class MeasureRequest:
         access: whether each host's uplink and downlink are measured, with all others at once.
         connections: numbers of connections to try on each path, besides one.
         paths: whether paths are measured.
-        compute_s: seconds after which no worker begins with a larger micro-batch.
+        compute_s: seconds after which no worker begins with a larger micro-batch; 0: no limit.
     """
 
     micro_batches: tuple[int, ...]
@@ -50,7 +50,7 @@ class MeasureRequest:
     access: bool = True
     connections: tuple[int, ...] = ()
     paths: bool = True
-    compute_s: float = math.inf
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
