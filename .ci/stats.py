@@ -18,8 +18,8 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 54_950,
     "modules there": 308,
-    "lines of benchmarks": 6_205,
-    "lines of tests": 39_900,
+    "lines of benchmarks": 6_320,
+    "lines of tests": 39_920,
     "modules with one importer, in the same folder": 16,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

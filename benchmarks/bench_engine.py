@@ -14,12 +14,34 @@ did not suffice are refused. Measured points are kept in a .jsonl beside the res
 import argparse
 from collections.abc import Iterator
 
-from default_rows import WIRES, default_table
-from engine_points import MICRO_BATCH, PLACES, RUNTIMES, SEQ_LEN, sweeps
+from default_rows import Case, Codecs, Values, default_table
+from engine_points import (
+    BACKWARD_S,
+    CONGESTION_CONTROL,
+    FORWARD_S,
+    FP32,
+    HIDDEN_SIZE,
+    MICRO_BATCH,
+    PLACES,
+    RUNTIMES,
+    SEQ_LEN,
+    Place,
+    chosen_depth,
+    sweeps,
+)
 from engine_rows import EngineRow, engine_rows, failures, machines, measure
 from harness import Table, main, rows_path
 
+from tahq.units import write_duration
+
 OWN = ("default", "tahq")
+WIRES: dict[str, Codecs | None] = {
+    "default": None,
+    "fp32": (FP32, FP32),
+    "tah6": ("tah", "fixed:bits=6"),
+    "tah8": ("tah", "fixed:bits=8"),
+}
+"""Of default settings."""
 COLUMNS = ("runtime", "in flight", "wire", "step, s", "tokens/s", "bound, s", "share", "and commit", "predicted, s")
 CAPTION = (
     f"Stages that sleep 73 and 152 ms per micro-batch of {MICRO_BATCH} × {SEQ_LEN} tokens, activations of 2.1 MB in "
@@ -46,10 +68,34 @@ def cells(row: EngineRow) -> list[str]:
     ]
 
 
+def case(place: Place, wire: str) -> Case:
+    """Default settings on a network like that of the other rows, with the fewest micro-batches."""
+    count = min(place.micro_batches)
+    sleep = {"forward": f"{1e3 * FORWARD_S:g}ms", "backward": f"{1e3 * BACKWARD_S:g}ms"}
+    rate = {} if place.rate_bits_per_s is None else {"rate": f"{place.rate_bits_per_s / 1e6:g}mbit"}
+    tcp = {"congestion_control": CONGESTION_CONTROL, "tcp_slow_start_after_idle": False}
+    model = {"family": "gpt2", "num_layers": place.stages, "hidden_size": HIDDEN_SIZE, "num_heads": 8, "sleep": sleep}
+    values: Values = {
+        "run": {"name": "default"},
+        "model": model,
+        "data": {"text": "stdlib", "seq_len": SEQ_LEN},
+        "training": {"global_batch": count * MICRO_BATCH, "micro_batch": MICRO_BATCH},
+        "pipeline": {"stages": place.stages},
+        "links": {**rate, "delay": write_duration(place.round_trip_s / 2), **tcp},
+        "hosts": "namespaces",
+    }
+
+    def by_hand(codecs: Codecs) -> Values:
+        depths = chosen_depth(place, count, "zero-bubble", " / ".join(codecs))
+        return {"pipeline": {"schedule": "zero-bubble", "layers": [1] * place.stages, "in_flight": list(depths)}}
+
+    return Case(f"{place.title}, {count} micro-batches", wire, values, WIRES[wire], by_hand)
+
+
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     places = [place for place in PLACES if place.name in options.only]
     if "default" in options.runtimes:
-        yield default_table(places, options)
+        yield default_table((case(place, wire) for place in places for wire in options.wires), options)
     if options.runtimes == ["default"]:
         return
     found = measure(sweeps(places, options.runtimes, backend=options.backend), rows_path(options))

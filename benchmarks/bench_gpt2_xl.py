@@ -12,8 +12,11 @@ marks in the GPUs' queues, in the same steps. Stages that share a GPU wait for e
 takes the shortest times of other results (`--least-of`), where each stage had a GPU of its own. *Overhead* (part
 `trace`): `trace_overhead` says what counts.
 
-Depth of the pipeline: one choice per wire, since all rates share one start of the workers: the one that loses least
-against the best depth of each rate by the simulator, whatever the length of queues.
+Part `default`: `tahq-launch` with default settings, at these rates and unshaped, beside depths set by hand
+(`default_rows`).
+
+Depth of the pipeline of the other parts: one choice per wire, since all rates share one start of the workers: the one
+that loses least against the best depth of each rate by the simulator, whatever the length of queues.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from default_rows import Case, Codecs, Values, default_table
 from engine_points import QUEUES_S, depths
 from engine_rows import EngineRow, engine_rows, failures, machines, measure, step_work
 from harness import Table, main, need_gpu, read_rows, rows_path
@@ -56,7 +60,9 @@ PARTS: Mapping[str, tuple[str, str, str]] = {
     "torch-1f1b-bf16": ("torch", "1f1b", BF16),
 }
 """Runtime, schedule and wire."""
-TRACE = "trace"
+TRACE, DEFAULT = "trace", "default"
+BY_HAND = (10, 8, 5, 2)
+"""Depths under zero-bubble that were the fastest of many at 50 and 100 Mbit/s."""
 TRACED_WIRES = (TAH, FP32)
 PIECE = 1024 * 1024
 """Every message costs Python time, which stages that launch small kernels need."""
@@ -162,14 +168,39 @@ def share_cells(row: EngineRow) -> list[object]:
     ]
 
 
+def case(rate: int | None, options: argparse.Namespace) -> Case:
+    """Default settings at a rate in Mbit/s; None: unshaped."""
+    keys = MODELS[options.model]
+    links = {"tcp_slow_start_after_idle": False} | ({} if rate is None else {"rate": f"{rate}mbit"})
+    values: Values = {
+        "run": {"name": "default", "device": options.device},
+        "model": keys["model"],
+        "data": {"text": "stdlib", "seq_len": keys["seq_len"]},
+        "training": {"global_batch": MICRO_BATCHES},
+        "pipeline": {"stages": options.stages},
+        "links": links,
+        "hosts": "namespaces",
+    }
+
+    def by_hand(codecs: Codecs) -> Values:
+        pipeline = {"schedule": "zero-bubble", "in_flight": list(BY_HAND), "balance": "counted"}
+        return {"pipeline": pipeline, "training": {"micro_batch": 1}}
+
+    return Case("unshaped" if rate is None else f"{rate} Mbit/s", "default", values, by_hand=by_hand)
+
+
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     need_gpu(options.device)
     path = rows_path(options)
+    if DEFAULT in options.parts:
+        yield default_table((case(rate, options) for rate in (None, *options.rates)), options)
+    if options.parts == [DEFAULT]:
+        return
     traces = path.with_name(f"{path.stem}-trace.jsonl")
     if TRACE in options.parts:
         for wire in TRACED_WIRES:
             trace_run(MODELS[options.model], split_wire(wire), options, PIECE, traces)
-    found = measure((sweep(part, options) for part in options.parts if part != TRACE), path)
+    found = measure((sweep(part, options) for part in options.parts if part in PARTS), path)
     if options.least_of:
         least = least_times(row for each in options.least_of for row in read_results(each).values())
         found = [with_least_times(row, least) for row in found]
@@ -200,10 +231,11 @@ if __name__ == "__main__":
         {
             "--model": {"choices": list(MODELS), "default": "gpt2-xl"},
             "--device": {"default": "auto", "help": "auto spreads the stages over the GPUs"},
-            "--parts": {"nargs": "+", "choices": [*PARTS, TRACE], "default": [*PARTS, TRACE]},
+            "--parts": {"nargs": "+", "choices": [DEFAULT, *PARTS, TRACE], "default": [DEFAULT, *PARTS, TRACE]},
             "--rates": {"type": int, "nargs": "+", "default": [1000, 500, 300, 100, 50], "help": "Mbit/s"},
             "--stages": {"type": int, "default": 4},
             "--micro-batch": {"type": int, "default": 1, "help": "samples per micro-batch"},
+            "--best": {"type": int, "default": 0, "help": "plans by the simulator beside default settings"},
             "--backend": {"default": "auto", "help": "network backend; see tahq-netem probe"},
             "--least-of": {"type": Path, "nargs": "+", "default": [], "help": ".jsonl with a GPU for each stage"},
         },

@@ -1,89 +1,60 @@
-"""A cluster of unlike hosts: the planner's pipeline against the hosts as listed with layers split evenly.
+"""A cluster of unlike hosts: default settings against the hosts as listed with layers split evenly.
 
     python benchmarks/bench_heterogeneous.py [--output benchmarks/results/heterogeneous_<hardware>_<yyyymm>.md]
-    python benchmarks/bench_heterogeneous.py --dry-run      # what both simulators say of the two
 
 Compute is 1 : 2 : 4, links are 50 to 1000 Mbit/s and not the same up and down. Four hosts in network namespaces, twelve
-layers asleep as long as each host would take, TAH and 6 bits (`planned_runs`); needs root and a quiet machine.
+layers asleep as long as each host would take, micro-batches of 4 samples. `tahq-launch` with default settings, then
+what someone would set by hand without planning, 1F1B with three layers each, and the best plans by the simulator
+(`default_rows`). Needs root and a quiet machine.
 """
 
 import argparse
 from collections.abc import Iterator
 
-from bench_planner import SCHEDULES
+from default_rows import Case, Codecs, Values, default_table
+from engine_points import CONGESTION_CONTROL
 from harness import Table, main
-from planned_runs import ARGUMENTS, COLUMNS, WIRE, PlannedRun, outcome, ratio
 
-from tahq.comm.config import LinksConfig
-from tahq.comm.network_model import GOODPUT_SHARE
-from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
-from tahq.plan.planner import plan
-from tahq.plan.prediction import predict
-from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem
-
-NUM_LAYERS, MICRO_BATCH, GLOBAL_BATCH = 12, 4, 64
-MODEL = ModelNumbers(NUM_LAYERS, 512, 256, GLOBAL_BATCH, {size: HeldBytes() for size in (1, 2, 4, 8)})
-LAYER_S = 0.030, 0.060
+NUM_LAYERS, HIDDEN_SIZE, SEQ_LEN = 12, 512, 256
+MICRO_BATCH, GLOBAL_BATCH = 4, 64
+LAYER_MS = 30, 60
 """Forward and backward of a micro-batch on a host of speed 1."""
 HOSTS = (
-    ("desk", 1, 50e6, 200e6),
-    ("tower", 4, 300e6, 1000e6),
-    ("laptop", 2, 100e6, 500e6),
-    ("server", 1, 1000e6, 1000e6),
+    ("desk", 1, 50, 200),
+    ("tower", 4, 300, 1000),
+    ("laptop", 2, 100, 500),
+    ("server", 1, 1000, 1000),
 )
-"""Name, speed, and bit/s up and down of each host, in the order in which a user might list them."""
-MIN_TIMES_NAIVE = 1.5
+"""Name, speed, and Mbit/s up and down of each host, in the order in which a user might list them."""
+WIRES: dict[str, Codecs | None] = {"default": None, "tah6": ("tah", "fixed:bits=6")}
 
 
-def problem() -> PlanProblem:
-    """The cluster as the planner reads it: rates as TCP has them."""
-    hosts = [
-        HostNumbers(
-            name=name,
-            up=GOODPUT_SHARE * up,
-            down=GOODPUT_SHARE * down,
-            compute=[
-                LayerTimes(micro_batch=MICRO_BATCH, block_forward=LAYER_S[0] / speed, block_backward=LAYER_S[1] / speed)
-            ],
-        )
-        for name, speed, up, down in HOSTS
-    ]
-    codecs = {"activations": WIRE[:1], "gradients": WIRE[1:]}
-    return PlanProblem(
-        MODEL, ClusterNumbers(hosts=hosts), **codecs, schedules=SCHEDULES, piece_nbytes=LinksConfig().piece
-    )
-
-
-def naive_plan() -> PipelinePlan:
-    """The hosts as they are listed, as many layers for each, and 1F1B."""
-    count, cuts = len(HOSTS), len(HOSTS) - 1
-    return PipelinePlan(
-        hosts=tuple(range(count)),
-        layers=(NUM_LAYERS // count,) * count,
-        micro_batch=MICRO_BATCH,
-        num_micro_batches=GLOBAL_BATCH // MICRO_BATCH,
-        schedule="1f1b",
-        activations=(WIRE[0],) * cuts,
-        gradients=(WIRE[1],) * cuts,
-    )
+def case(wire: str) -> Case:
+    """What each host sleeps is for the layers of an even division."""
+    count = len(HOSTS)
+    sleep = {
+        name: [f"{NUM_LAYERS // count * milliseconds / speed:g}ms" for _, speed, _, _ in HOSTS]
+        for name, milliseconds in zip(("forward", "backward"), LAYER_MS, strict=True)
+    }
+    links = {f"host{n}": {"up": f"{up}mbit", "down": f"{down}mbit"} for n, (_, _, up, down) in enumerate(HOSTS)}
+    model = {"family": "gpt2", "num_layers": NUM_LAYERS, "hidden_size": HIDDEN_SIZE, "num_heads": 8, "sleep": sleep}
+    values: Values = {
+        "run": {"name": "default"},
+        "model": model,
+        "data": {"text": "stdlib", "seq_len": SEQ_LEN},
+        "training": {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH},
+        "pipeline": {"stages": count},
+        "links": {"hosts": links, "congestion_control": CONGESTION_CONTROL, "tcp_slow_start_after_idle": False},
+        "hosts": "namespaces",
+    }
+    naive: Values = {"pipeline": {"schedule": "1f1b", "layers": [NUM_LAYERS // count] * count}}
+    return Case("as listed", wire, values, WIRES[wire], lambda codecs: naive, in_order=False)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
-    yield Table(
-        ("host", "speed", "up, Mbit/s", "down, Mbit/s"),
-        ([name, speed, f"{up / 1e6:g}", f"{down / 1e6:g}"] for name, speed, up, down in HOSTS),
-    )
-    asked = problem()
-    planned = plan(asked)
-    naive, chosen = (
-        PlannedRun(choice, asked, prediction, options)
-        for choice, prediction in (("naive", predict(planned.table, naive_plan())), ("planned", planned.best))
-    )
-    yield Table(COLUMNS, (run.row() for run in (naive, chosen)))
-    times = ratio(naive, chosen)
-    target = f"The planned pipeline at least {MIN_TIMES_NAIVE} × as fast as the naive one"
-    yield f"{target}: {outcome(times, f'{times or 0.0:.2f} ×', is_met=(times or 0.0) >= MIN_TIMES_NAIVE)}"
+    yield Table(("host", "speed", "up, Mbit/s", "down, Mbit/s"), HOSTS)
+    yield default_table(map(case, WIRES), options)
 
 
 if __name__ == "__main__":
-    main(__doc__, tables, ARGUMENTS)
+    main(__doc__, tables, {"--best": {"type": int, "default": 3, "help": "plans by the simulator beside the default"}})

@@ -1,88 +1,98 @@
 """Rows with default settings: `tahq-launch` with nothing set but model, data, batch, links, and the best of all plans.
 
-A default row is a run whose cluster.yaml leaves open whatever tahq chooses. Beside it, the best schedules and depths
-by the simulator are run through the same command, with both set, and with the codecs that the default has chosen.
+A default row is a run whose cluster.yaml leaves open whatever tahq chooses. Beside it run, through the same command and
+with the codecs that the default has chosen, a plan set by hand and the best plans by the simulator.
 """
 
 import argparse
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from engine_points import BACKWARD_S, CONGESTION_CONTROL, FORWARD_S, HIDDEN_SIZE, MICRO_BATCH, SEQ_LEN, Place
 from harness import Run, Table, append_row, launch, read_rows, rows_path, say
 
-from tahq.config.file import load_config
+from tahq.config.file import dump_yaml, load_config
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
 from tahq.plan.planner import plan
 from tahq.plan.prediction import predict, step_time_s
 from tahq.plan.problem import PipelinePlan
+from tahq.plan.search.stages import plan_bound_s
 from tahq.plan.search.table import ClusterTable
-from tahq.units import write_duration
 from tahq.worker.assembly import resolved_spec
+from tahq_launch.plan.command import planned_config
 from tahq_launch.plan.numbers import estimated_numbers
 from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.start.resolution import resolve_for_run
 
-Values = dict[str, Any]
+Values = Mapping[str, Any]
 Codecs = tuple[str, str]
-FP32 = "raw:dtype=fp32"
-WIRES: dict[str, Codecs | None] = {
-    "default": None,
-    "fp32": (FP32, FP32),
-    "tah6": ("tah", "fixed:bits=6"),
-    "tah8": ("tah", "fixed:bits=8"),
-}
 STEPS, SET_STEPS, SETTLE = 13, 5, 2
 """Steps of a default run and of a run with a set plan, and those after a start or a change that do not count."""
 MAX_ALL = 5_000
 """Up to so many plans all are simulated; of more those that the planner tries with a large budget."""
 BUDGET_ACTIONS = 2_000_000
 COLUMNS = (
-    *("network", "micro-batches", "wire", "how", "schedule", "in flight", "changes"),
-    *("step, s", "tokens/s", "predicted, s", "default / best"),
+    *("case", "wire", "how", "schedule", "in flight", "changes", "step, s", "tokens/s", "predicted, s"),
+    *("bound / step", "default / best"),
 )
 DEFAULT_CAPTION = (
     f"*default*: `tahq-launch cluster.yaml`, with codecs set or, in rows called default, not; {STEPS} steps. "
-    f"*best n*: the nth of all different plans by the simulator, set, with the default's codecs; {SET_STEPS} steps. "
-    f"One run each, in turn; a step is the median of those after the last change of the schedule and {SETTLE} more. "
-    "*default / best*: tokens/s over those of the fastest of the best."
+    f"*by hand*, and *best n*, the nth of all different plans by the simulator: set, with the default's codecs; "
+    f"{SET_STEPS} steps. One run each, in turn; a step is the median of those after the last change of the schedule "
+    f"and {SETTLE} more. *bound*: the least that any schedule needs for the same compute, bytes, rates and delays. "
+    "*default / best*: tokens/s over those of the fastest of the others."
 )
 
 
-def values(place: Place, count: int, codecs: Codecs | None, pipeline: Values, steps: int) -> Values:
-    """A cluster.yaml in network namespaces like those of the other rows."""
-    sleep = {"forward": f"{1e3 * FORWARD_S:g}ms", "backward": f"{1e3 * BACKWARD_S:g}ms"}
-    rate = {} if place.rate_bits_per_s is None else {"rate": f"{place.rate_bits_per_s / 1e6:g}mbit"}
-    tcp = {"congestion_control": CONGESTION_CONTROL, "tcp_slow_start_after_idle": False}
-    return {
-        "run": {"name": "default"},
-        "model": {"family": "gpt2", "num_layers": place.stages, "hidden_size": HIDDEN_SIZE, "num_heads": 8}
-        | {"sleep": sleep},
-        "data": {"text": "stdlib", "seq_len": SEQ_LEN},
-        "training": {"steps": steps, "global_batch": count * MICRO_BATCH, "micro_batch": MICRO_BATCH},
-        "pipeline": {"stages": place.stages, **pipeline},
-        "links": {**rate, "delay": write_duration(place.round_trip_s / 2), **tcp},
-        "hosts": "namespaces",
-    } | ({} if codecs is None else {"wire": dict(zip(("activations", "gradients"), codecs, strict=True))})
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cluster.yaml that leaves the plan open, and the codecs, too, if they are None.
+
+    `by_hand` gives the keys that someone sets by hand, for the default's codecs.
+    """
+
+    title: str
+    wire: str
+    values: Values
+    codecs: Codecs | None = None
+    by_hand: Callable[[Codecs], Values] | None = None
+    in_order: bool = True
+
+    def with_keys(self, codecs: Codecs | None, steps: int, keys: Values) -> dict[str, Any]:
+        """The file with keys set."""
+        wire = {"wire": dict(zip(("activations", "gradients"), codecs, strict=True))} if codecs else {}
+        return merged(self.values, wire, {"training": {"steps": steps}}, keys)
 
 
-def best_plans(place: Place, count: int, codecs: Codecs, num: int) -> list[tuple[PipelinePlan, float]]:
-    """The fastest plans by the simulator that differ in the order of some stage's actions, with predicted seconds."""
+def merged(*parts: Values) -> dict[str, Any]:
+    """Sections of several files; later ones win, key by key."""
+    sections: dict[str, Any] = {}
+    for name, section in (pair for part in parts for pair in part.items()):
+        sections[name] = {**sections.get(name, {}), **section} if isinstance(section, Mapping) else section
+    return sections
+
+
+def best_plans(case: Case, codecs: Codecs, num: int) -> list[tuple[dict[str, Any], float, float]]:
+    """The fastest plans by the simulator that differ in the order of some stage's actions.
+
+    Each as a file, with predicted seconds of a step, and seconds that no schedule is faster than.
+    """
     with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
         path = Path(name) / "cluster.yaml"
-        path.write_text(yaml.safe_dump(values(place, count, codecs, {}, 1)))
+        path.write_text(yaml.safe_dump(case.with_keys(codecs, SET_STEPS, {})))
         config = resolve_for_run(load_config(path))
-    spec = resolved_spec(config, None)
-    problem = problem_of(config, spec, estimated_numbers(config, spec)[0], PlanChoices(num_stages=place.stages))
-    held = {MICRO_BATCH: problem.model.held[MICRO_BATCH]}
-    problem = replace(problem, in_order=True, model=replace(problem.model, held=held))
+    spec, stages = resolved_spec(config, None), config.pipeline.stages
+    problem = problem_of(config, spec, estimated_numbers(config, spec)[0], PlanChoices(num_stages=stages))
+    size = config.training.micro_batch
+    held = {size: problem.model.held[size]}
+    problem = replace(problem, in_order=case.in_order, model=replace(problem.model, held=held))
     table = ClusterTable(problem)
     planned = plan(problem)
     every = [planned.best.plan, *itertools.islice(_all(planned.best.plan), MAX_ALL)]
@@ -97,9 +107,18 @@ def best_plans(place: Place, count: int, codecs: Codecs, num: int) -> list[tuple
             continue
     different: dict[object, PipelinePlan] = {}
     for each in sorted(seconds, key=seconds.__getitem__):
-        different.setdefault(generate(each.schedule, place.stages, count, depths=each.depths or None).actions, each)
+        schedule = generate(each.schedule, stages, each.num_micro_batches, depths=each.depths or None)
+        different.setdefault((each.hosts, each.layers, schedule.actions), each)
     found = [(each, predict(table, each).step_s) for each in list(different.values())[: 10 * num]]
-    return sorted(found, key=lambda pair: pair[1])[:num]
+    fastest = sorted(found, key=lambda pair: pair[1])[:num]
+    return [
+        (
+            yaml.safe_load(dump_yaml(planned_config(config, table, each)[0])),
+            predicted_s,
+            plan_bound_s(table, replace(each, schedule="zero-bubble", depths=())),
+        )
+        for each, predicted_s in fastest
+    ]
 
 
 def _all(like: PipelinePlan) -> Iterator[PipelinePlan]:
@@ -117,52 +136,67 @@ def settled(run: Run) -> list[Values]:
     return run.steps[changed + SETTLE :] or run.steps[-1:]
 
 
-def _row(place: Place, count: int, wire: str, how: str, run: Run, predicted_s: float | None = None) -> Values:
+def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> dict[str, Any]:
     steps = settled(run)
-    step_s = statistics.median(step["step_time_s"] for step in steps)
-    codecs = {link["direction"]: link["codec"] for link in steps[-1]["links"]}
-    point = {"place": place.title, "count": count, "wire": wire, "how": how, "predicted_s": predicted_s}
-    chosen = {"schedule": steps[-1]["schedule"], "in_flight": steps[-1]["in_flight"]}
-    chosen["codecs"] = [codecs["activations"], codecs["gradients"]]
-    changes = [step["schedule_change"] for step in run.steps if step["schedule_change"]]
-    planned = [line.strip() for line in run.output.splitlines() if line.startswith(("planned for", "  schedule"))]
-    return point | chosen | {"step_s": step_s, "all_s": run.step_times_s(), "changes": changes, "plan": planned}
+    links = steps[-1]["links"]
+    codecs = {link["direction"]: link["codec"] for link in links}
+    sent: Counter[int] = Counter()
+    for link in links:
+        sent[link["from"]] += link["wire_bytes"]
+    return {
+        "case": case.title,
+        "wire": case.wire,
+        "how": how,
+        "predicted_s": predicted_s,
+        "schedule": steps[-1]["schedule"],
+        "in_flight": steps[-1]["in_flight"],
+        "tokens": steps[-1]["tokens"],
+        "codecs": [codecs["activations"], codecs["gradients"]],
+        "step_s": statistics.median(step["step_time_s"] for step in steps),
+        "all_s": run.step_times_s(),
+        "changes": [step["schedule_change"] for step in run.steps if step["schedule_change"]],
+        "plan": [line.strip() for line in run.output.splitlines() if line.startswith(("planned for", "  "))],
+        "first_step_s": run.first_step_s,
+        "busiest_uplink_nbytes": max(sent.values()),
+    }
 
 
-def measure(place: Place, count: int, wire: str, num_best: int) -> Iterator[Values]:
-    """The default's row, then those of the best plans."""
-    default = launch(values(place, count, WIRES[wire], {}, STEPS))
-    yield (row := _row(place, count, wire, "default", default))
-    codecs = WIRES[wire] or (row["codecs"][0], row["codecs"][1])
-    for number, (each, predicted_s) in enumerate(best_plans(place, count, codecs, num_best), 1):
-        depths = {"in_flight": list(each.depths)} if each.depths else {}
-        pipeline = {"schedule": each.schedule, "layers": list(each.layers), **depths}
-        run = launch(values(place, count, codecs, pipeline, SET_STEPS))
-        yield _row(place, count, wire, f"best {number}", run, predicted_s)
+def measure(case: Case, num_best: int) -> Iterator[dict[str, Any]]:
+    """The default's row, then those of the plan set by hand and of the best plans."""
+    row = _row(case, "default", launch(case.with_keys(case.codecs, STEPS, {})))
+    codecs = case.codecs or (row["codecs"][0], row["codecs"][1])
+    plans = best_plans(case, codecs, num_best) if num_best else []
+    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None)}
+    if case.by_hand is not None:
+        yield _row(case, "by hand", launch(case.with_keys(codecs, SET_STEPS, case.by_hand(codecs))))
+    for number, (values, predicted_s, _) in enumerate(plans, 1):
+        yield _row(case, f"best {number}", launch(values), predicted_s)
 
 
-def default_table(places: Sequence[Place], options: argparse.Namespace) -> Table:
-    """Measure what the file of rows does not have yet; every network with its fewest micro-batches."""
+def default_table(cases: Iterable[Case], options: argparse.Namespace) -> Table:
+    """Measure what the file of rows does not have yet."""
     path = rows_path(options).with_suffix(".default.jsonl")
-    for place, wire in itertools.product(places, options.wires):
-        count = min(place.micro_batches)
-        if not any((row["place"], row["count"], row["wire"]) == (place.title, count, wire) for row in read_rows(path)):
-            for row in list(measure(place, count, wire, options.best)):  # all of them or none
+    for case in cases:
+        if not any((row["case"], row["wire"]) == (case.title, case.wire) for row in read_rows(path)):
+            for row in list(measure(case, options.best)):  # all of them or none
                 append_row(path, row)
-                say(f"{row['place']}, {wire}: {row['how']} {row['schedule']} {row['in_flight']} {row['step_s']:.3f} s")
+                how = f"{row['how']} {row['schedule']} {row['in_flight']}"
+                say(f"{row['case']}, {row['wire']}: {how} {row['step_s']:.3f} s")
     return Table(COLUMNS, _cells(read_rows(path)), DEFAULT_CAPTION, heading="Default settings")
 
 
 def _cells(rows: Sequence[Values]) -> Iterator[list[str]]:
-    for _, group in itertools.groupby(rows, key=lambda row: (row["place"], row["count"], row["wire"])):
+    for _, group in itertools.groupby(rows, key=lambda row: (row["case"], row["wire"])):
         of_group = list(group)
-        best_s = min([row["step_s"] for row in of_group if row["how"] != "default"], default=None)
+        best_s = min((row["step_s"] for row in of_group if row["how"] != "default"), default=None)
+        bound_s = of_group[0]["bound_s"]
         for row in of_group:
-            ratio = f"{best_s / row['step_s']:.3f}" if best_s and row["how"] == "default" else ""
-            predicted = f"{row['predicted_s']:.3f}" if row["predicted_s"] else ""
-            tokens_per_s = row["count"] * MICRO_BATCH * SEQ_LEN / row["step_s"]
+            is_default = row["how"] == "default"
             yield [
-                *(row["place"], str(row["count"]), f"{row['wire']}: `{' / '.join(row['codecs'])}`", row["how"]),
-                *(row["schedule"], ", ".join(map(str, row["in_flight"])), str(len(row["changes"]))),
-                *(f"{row['step_s']:.3f}", f"{tokens_per_s:,.0f}", predicted, ratio),
+                *(row["case"], f"{row['wire']}: `{' / '.join(row['codecs'])}`", row["how"], row["schedule"]),
+                *(", ".join(map(str, row["in_flight"])), str(len(row["changes"]))),
+                *(f"{row['step_s']:.3f}", f"{row['tokens'] / row['step_s']:,.0f}"),
+                f"{row['predicted_s']:.3f}" if row["predicted_s"] else "",
+                f"{bound_s / row['step_s']:.3f}" if bound_s else "",
+                f"{best_s / row['step_s']:.3f}" if best_s and is_default else "",
             ]

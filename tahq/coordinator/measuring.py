@@ -44,7 +44,15 @@ class Measuring:
         self._ctx = ctx
         self._computing = {seat.stage for seat in ctx.seats.held}
         request = self._request
-        ctx.broadcast(MeasureCompute(list(request.micro_batches), list(request.codecs), request.compute_s))
+        places = {
+            seat.stage: (self.measured.computers[seat.stage], seat.hello.device if seat.hello else "")
+            for seat in ctx.seats.held
+        }
+        for seat in ctx.seats.held:
+            place = places[seat.stage]
+            shares_gpu = place[1].startswith("cuda") and list(places.values()).count(place) > 1
+            sizes, codecs = list(request.micro_batches), list(request.codecs)
+            ctx.send(seat, MeasureCompute(sizes, codecs, request.compute_s, shares_gpu))
         ctx.tell_phase(self._activity())
 
     @property

@@ -13,13 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from tahq.plan.explanation import with_schedules
 from tahq.plan.prediction import Speed, fits_memory, is_long, predict, step_time_s
 from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.candidates import MAX_ALL_HOSTS, all_orders, improved
 from tahq.plan.search.codecs import LADDER
 from tahq.plan.search.search import Simulations, deepened, in_flight
-from tahq.plan.search.stages import StageCosts, best_divisions, plan_bound_s
+from tahq.plan.search.stages import StageCosts, best_divisions, depth_profiles, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 from tahq.quant.config import WireConfig
 
@@ -53,6 +52,16 @@ def seconds(table: ClusterTable, plan: PipelinePlan, speed: Speed | None = None)
     """Seconds of a step, with frames in pieces where that does not take long to simulate."""
     speed = speed or Speed()
     return step_time_s(table, plan, speed) if is_long(plan) else predict(table, plan, speed).step_s
+
+
+def with_schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+    """The plan with every schedule and depth profile."""
+    yield plan
+    stages = StageCosts.of(table, plan)
+    for schedule in table.problem.schedules:
+        if schedule != "interleaved":
+            for depths in depth_profiles(stages, plan.layers, schedule):
+                yield replace(plan, schedule=schedule, depths=depths, chunks_per_stage=1)
 
 
 def best_schedule(simulations: Simulations, plan: PipelinePlan, *, fixed_depths: bool = False) -> PipelinePlan:

@@ -5,18 +5,17 @@ never idle. Where none is near that, micro-batches wait for each other: for the 
 that the micro-batches in flight do not cover.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from tahq.errors import ConfigError
+from tahq.plan.changes import best_changes, with_schedules
 from tahq.plan.planner import Planned
 from tahq.plan.prediction import Prediction, Speed, is_long, predict, step_time_s
 from tahq.plan.problem import PipelinePlan
-from tahq.plan.search.codecs import LADDER, with_best_codecs
+from tahq.plan.search.codecs import with_best_codecs
 from tahq.plan.search.search import Simulations
-from tahq.plan.search.stages import StageCosts, depth_profiles
+from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Resource, step_bounds
 from tahq.quant import CodecSpec
@@ -108,13 +107,15 @@ def second_best(planned: Planned) -> Prediction | None:
 
 
 def what_ifs(planned: Planned) -> tuple[WhatIf, ...]:
-    """The gain from twice the rates, half the latency, twice the compute, and fewer bits.
+    """The gain from twice the rates, half the latency, twice the compute, and fewer bits, not below the default.
 
     Hosts, layers and micro-batches stay; schedule and depths are chosen again where a step is short enough for that.
     """
     best = planned.best.plan
     questions = [(change, best, speed) for change, speed in faster(best).items()]
-    questions += [(change, plan, Speed()) for change, plan in _fewer_bits(best)]
+    if best.activations and (fewer := best_changes(planned.table, best, ["codecs"]).get("codecs")):
+        pair = dict.fromkeys(CodecSpec.parse(codec).brief() for codec in (*fewer.activations, *fewer.gradients))
+        questions.append((f"{' and '.join(pair)} on the links", fewer, Speed()))
     # of long steps, which take seconds to simulate, the ratio of two quick simulations
     usual_s = step_time_s(planned.table, best) if is_long(best) else None
     return tuple(WhatIf(change, _tokens_per_s(planned, usual_s, plan, speed)) for change, plan, speed in questions)
@@ -132,41 +133,3 @@ def _tokens_per_s(planned: Planned, usual_s: float | None, plan: PipelinePlan, s
         return planned.best.tokens_per_s * usual_s / step_time_s(table, plan, speed=speed)
     again = min(with_schedules(table, plan), key=lambda each: step_time_s(table, each, speed=speed))
     return predict(table, again, speed).tokens_per_s
-
-
-def with_schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[PipelinePlan]:
-    """The plan with every schedule and depth profile."""
-    yield plan
-    stages = StageCosts.of(table, plan)
-    for schedule in table.problem.schedules:
-        if schedule != "interleaved":
-            for depths in depth_profiles(stages, plan.layers, schedule):
-                yield replace(plan, schedule=schedule, depths=depths, chunks_per_stage=1)
-
-
-def _fewer_bits(plan: PipelinePlan) -> Iterator[tuple[str, PipelinePlan]]:
-    """The plan with the next rung of the ladder in one direction, and in both."""
-    activations = tuple(_next_rung(codec, "activations") for codec in plan.activations)
-    gradients = tuple(_next_rung(codec, "gradients") for codec in plan.gradients)
-    if activations != plan.activations:
-        yield f"activations as {_named(activations)}", replace(plan, activations=activations)
-    if gradients != plan.gradients:
-        yield f"gradients as {_named(gradients)}", replace(plan, gradients=gradients)
-    if activations != plan.activations and gradients != plan.gradients:
-        yield "both of these", replace(plan, activations=activations, gradients=gradients)
-
-
-def _named(codecs: Sequence[str]) -> str:
-    return " and ".join(dict.fromkeys(codec.partition(",")[0] for codec in codecs))
-
-
-def _next_rung(codec: str, direction: str) -> str:
-    """One bit less of the same family, where it has bits; else a low rung of the ladder."""
-    family, _, options = codec.partition(":")
-    bits = next((float(part[5:]) for part in options.split(",") if part.startswith("bits=")), None)
-    if bits is None:
-        return str(CodecSpec.parse(LADDER[direction][-2]))
-    try:
-        return str(CodecSpec.parse(codec if bits <= 2 else f"{family}:bits={bits - 1:g}"))
-    except ConfigError:
-        return codec

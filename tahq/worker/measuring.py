@@ -9,6 +9,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 
 import dataclasses
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,6 +48,9 @@ FEWEST = 3
 """… but at least this often, and …"""
 MOST = 50
 """… at most this often, after one repetition that is not counted."""
+SLOT_S = 0.2
+"""Workers that share a GPU repeat a measurement until the end of a slot of the machine's clock, for one to two slots:
+those that begin in the same one load the GPU together, and go on together."""
 NO_FASTER = 0.95
 """A larger micro-batch whose samples take more than this share of the time is about as slow."""
 MOST_SLOWER = 1.3
@@ -133,7 +137,7 @@ class MeasuringMember:
         def working(activity: str) -> None:
             self._working(f"{activity} ({begun}/{len(sizes) + len(order.codecs)})")
 
-        measurement = ComputeMeasurement(self._config, self._stage, self._device, working)
+        measurement = ComputeMeasurement(self._config, self._stage, self._device, working, shares_gpu=order.shares_gpu)
         began_s = time.monotonic()
         for size in sizes:
             if order.limit_s and (time.monotonic() - began_s > order.limit_s or _is_no_faster(rows)) and len(rows) > 1:
@@ -237,11 +241,17 @@ def _slowed_down(rows: Sequence[LayerTimes]) -> int | None:
 
 
 class DeviceTimer:
-    """Times work on a device, which is waited for before and after; `clock` gives monotonic seconds."""
+    """Times work on a device, which is waited for before and after; `clock` gives monotonic seconds.
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    `shares`: other processes time the same work on this device now.
+    """
+
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.monotonic, *, shares: bool = False
+    ) -> None:
         self._device = device
         self._clock = clock
+        self._shares = shares
 
     def now_s(self) -> float:
         """The time when the device has finished its queue."""
@@ -253,8 +263,11 @@ class DeviceTimer:
         """Medians over repetitions of `laps`, which does the work and returns the seconds of each of its parts."""
         laps()
         rows: list[tuple[float, ...]] = []
-        until_s = self._clock() + BUDGET_S
-        while len(rows) < FEWEST or (len(rows) < MOST and self._clock() < until_s):
+        begun_s = self._clock()
+        until_s, most = begun_s + BUDGET_S, MOST
+        if self._shares:
+            until_s, most = SLOT_S * (begun_s // SLOT_S + 2), sys.maxsize
+        while len(rows) < FEWEST or (len(rows) < most and self._clock() < until_s):
             rows.append(laps())
         return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
@@ -265,12 +278,20 @@ class ComputeMeasurement:
     `working` is called with the part that is being timed; under `model.sleep`, that of the worker's stage counts.
     """
 
-    def __init__(self, config: ClusterConfig, stage: int, device: torch.device, working: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        stage: int,
+        device: torch.device,
+        working: Callable[[str], None],
+        *,
+        shares_gpu: bool = False,
+    ) -> None:
         self._config = config
         self._stage = stage
         self._device = device
         self._working = working
-        self._timer = DeviceTimer(device)
+        self._timer = DeviceTimer(device, shares=shares_gpu)
         self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
         self._bf16 = computes_in_bf16(config, device)
         self.hidden_size = self._spec.hidden_size

@@ -2,14 +2,15 @@
 
 from argparse import Namespace
 
-import bench_heterogeneous
 import engine_points
 import pytest
 from bench_engine import cells
 from bench_planner import small_cluster
 from bench_planner_measured import problem, slowed, verdicts
+from default_rows import settled
 from engine_points import CONGESTION_CONTROL, FP32, PLACES, TAH, chosen_depth, depths, sweeps
 from engine_rows import EngineRow, engine_rows, failures
+from harness import Run
 from planned_runs import PlannedRun, network_plan
 
 from tahq.comm.network_model import GOODPUT_SHARE
@@ -186,6 +187,7 @@ def test_verdicts_hold_prediction_and_choice_to_their_targets(asked, own, best, 
     assert [line.rpartition(": ")[2] for line in verdicts(runs, planner_only=False)] == expected
 
 
-def test_naive_pipeline_is_the_list_split_evenly():
-    plan = bench_heterogeneous.naive_plan()
-    assert (plan.hosts, plan.layers, sum(plan.layers)) == ((0, 1, 2, 3), (3, 3, 3, 3), bench_heterogeneous.NUM_LAYERS)
+def test_steps_count_once_the_last_change_has_settled():
+    steps = [{"step": step, "schedule_change": "x" if step in (2, 5) else None} for step in range(1, 10)]
+    assert [step["step"] for step in settled(Run(steps, "", 0.0, 0.0))] == [8, 9]
+    assert [step["step"] for step in settled(Run(steps[:6], "", 0.0, 0.0))] == [6]

@@ -75,8 +75,8 @@ class Measurer:
 def begin(scene):
     """`begin(stage1={…})` builds a coordinator and three workers that measure; returns its figures."""
 
-    def make(request=REQUEST, join_again=None, **changes_by_stage):
-        measured = Measured(["host0", "host1", "host2"], "abc")
+    def make(request=REQUEST, join_again=None, computers="abc", **changes_by_stage):
+        measured = Measured(["host0", "host1", "host2"], computers)
         scene.coordinator = Coordinator(
             replace(scene.options, is_measuring=True, join_again=join_again),
             scene.server,
@@ -92,6 +92,19 @@ def begin(scene):
         return measured
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("devices", "shared"),
+    [
+        (("cuda:0", "cuda:0", "cuda:1"), [True, True, False]),
+        (("cpu", "cpu", "cuda:0"), [False, False, False]),
+    ],
+)
+def test_workers_that_share_a_gpu_load_it_together(scene, begin, devices, shared):
+    begin(computers="aaa", **{f"stage{stage}": {"hello": {"device": device}} for stage, device in enumerate(devices)})
+    assert scene.run() == 0
+    assert [worker.orders[0].shares_gpu for worker in scene.measurers] == shared
 
 
 def paths_of(scene, stage):

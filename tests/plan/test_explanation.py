@@ -74,5 +74,5 @@ def test_what_ifs_change_the_prediction_as_expected():
     assert answers["rates twice as high"] > 1.3 * base
     assert base < answers["latency half as long"] < 1.2 * base
     assert answers["hosts twice as fast"] >= base
-    assert answers["activations as fixed:bits=7"] > base
-    assert answers["both of these"] >= answers["gradients as fixed:bits=7"]
+    [fewer_bits] = [change for change in answers if change.endswith("on the links")]
+    assert answers[fewer_bits] > 1.1 * base

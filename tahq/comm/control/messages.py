@@ -396,11 +396,13 @@ class MeasureCompute:
     """coordinator → worker: time your parts of the model, and these codecs, all workers at once.
 
     After `limit_s` seconds, or where more samples take as long each, no larger micro-batch is begun; 0: no limit.
+    `shares_gpu`: with other workers, so all must load it at once for their times to be those of a run.
     """
 
     micro_batches: list[int]
     codecs: list[str]
     limit_s: float = 0.0
+    shares_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Measured:
 
     def __init__(self, names: Sequence[str], computers: Sequence[str]) -> None:
         self.names = tuple(names)
-        self._computers = tuple(computers)
+        self.computers = tuple(computers)
         self.failures: list[str] = []
         """The measurements that failed, in words."""
         self.notes: list[str] = []
@@ -187,7 +187,7 @@ class Measured:
         if not times or figures.memory_bytes < 0:
             raise RemoteProtocolError(f"{name} sent no times of its compute")
         self._computes[figures.stage] = figures, times
-        self._devices[figures.stage] = self._computers[figures.stage], device
+        self._devices[figures.stage] = self.computers[figures.stage], device
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
 
     def take_paths(self, job: Job, figures: PathsMeasured, name: str) -> None:
