@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 54_950,
+    "lines of tahq, launch and netem": 54_970,
     "modules there": 308,
     "lines of benchmarks": 6_320,
-    "lines of tests": 39_920,
+    "lines of tests": 39_940,
     "modules with one importer, in the same folder": 16,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

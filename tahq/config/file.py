@@ -141,13 +141,15 @@ def config_from_json(text: str) -> ClusterConfig:
         raise ConfigError(f"{error}; do both ends run the same version of tahq?") from error
 
 
-def dump_yaml(config: Section, *, with_none: bool = True) -> str:
+def dump_yaml(config: Section, *, with_none: bool = True, with_unset: bool = True) -> str:
     """A cluster.yaml that `load_config` reads back to an equal configuration, every default written out.
 
     Quantities get the unit that makes them shortest: ``rate: 100mbit``. Works for any section; without `with_none`
-    keys that are None are left out.
+    keys that are None are left out, without `with_unset` those that are open.
     """
-    values = config.model_dump(mode="json", context=WRITTEN_BY_HAND, exclude_none=not with_none)
+    values = config.model_dump(
+        mode="json", context=WRITTEN_BY_HAND, exclude_none=not with_none, exclude_unset=not with_unset
+    )
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 

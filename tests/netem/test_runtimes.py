@@ -70,6 +70,14 @@ def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtim
 
 
 @pytest.mark.acceptance
+def test_tahq_with_default_settings_measures_and_plans_before_it_trains(tmp_path):
+    with RUNTIMES["tahq"](request(tmp_path, "tahq", "auto", wire="auto")) as session:
+        assert session.next_step(TIMEOUT_S).step == 1
+    log = (tmp_path / "coordinator.log").read_text()
+    assert log.index("planned for") < log.index("codecs raw:dtype=bf16") < log.index("step 1")
+
+
+@pytest.mark.acceptance
 def test_torch_sends_bf16_in_both_directions(tmp_path):
     records = {}
     for dtype in ("bf16", "fp32"):

@@ -61,6 +61,8 @@ def test_file_is_read_with_units_and_single_values(load):
         ("fixed:bits=6", "fixed / raw", ("expected one codec, or two",)),
         ("schedules: [gpipe, 1f1b]", "schedules: [1f1b-deep]", ("torch has the schedules gpipe, 1f1b",)),
         ("schedules: [gpipe, 1f1b]", "wires: [tah]", ("torch sends only raw:dtype=fp32 or raw:dtype=bf16; got tah",)),
+        ("tah / fixed:bits=6", "auto", ("wire auto is chosen under schedule auto only",)),
+        ("name: tahq,", "name: tahq, schedules: auto, in_flight: 4,", ("in_flight is chosen under schedule auto",)),
         ("name: torch", "name: deepspeed", ("sweep.yaml:9", "tahq", "torch", "bare")),
         ("compute: {forward: 73ms, backward: 152ms}", "compute: fast", ("sweep.yaml:4", "real", "calibrated")),
         ("stages: 4", "stages: 4\nmicro_batches: [3]", ("global_batch 32", "3")),

@@ -46,6 +46,15 @@ def test_every_point_is_measured_in_one_session_per_wire_and_only_once(world, pa
     assert path.read_bytes() == before
 
 
+def test_default_settings_start_anew_on_every_network_and_count_once_they_are_settled(world, path, sweep):
+    assert sweep(runtimes=[{"name": "tahq", "schedules": ["auto"], "wires": ["auto"]}]) == (2, 0, 0)
+    assert len(world.sessions) == 2
+    for session, row in zip(world.sessions, rows_of(path), strict=True):
+        assert not session.request.config.wire.model_fields_set
+        assert "schedule" not in session.request.config.pipeline.model_fields_set
+        assert row["steps"][0]["step"] > sweep_runner.PLANNED_STEPS
+
+
 def test_row_has_the_conditions_of_its_measurement(path, sweep):
     sweep(rates=[20e6], steps={"settle": 2, "at_least": 2, "at_most": 2})
     row = rows_of(path)[0]

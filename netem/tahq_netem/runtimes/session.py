@@ -102,7 +102,8 @@ class RuntimeSession(ABC):
         with self._log(name).open("ab") as log:
             process = self.request.network.popen(
                 *(host, argv),
-                env={**module_environment(), **limits, "PYTHONUNBUFFERED": "1"},
+                # measurements of another network must not be found
+                env={**module_environment(), **limits, "PYTHONUNBUFFERED": "1", "TAHQ_CACHE": "cache"},
                 cwd=self.request.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -198,7 +199,7 @@ class TahqSession(RuntimeSession):
         self._metrics = GrowingLines(self.request.folder / config.run.dir / config.run.name / "metrics.jsonl")
         # Without CURVE, like everything that it is compared with.
         plain = config.model_copy(update={"security": SecurityConfig(curve=False)})
-        (self.request.folder / "cluster.yaml").write_text(dump_yaml(plain), encoding="utf-8")
+        (self.request.folder / "cluster.yaml").write_text(dump_yaml(plain, with_unset=False), encoding="utf-8")
         peer = format_address(network.address(hosts[0]), CONTROL_PORT)
         coordinator = ("coordinator", "cluster.yaml", "--bind", peer)
         self.start("coordinator", hosts[0], module_argv("tahq_netem.programs", _TAHQ, *coordinator))

@@ -42,7 +42,7 @@ from tahq_netem.sweep.measurement import (
 )
 from tahq_netem.sweep.points import NetworkChoice, Point, SessionKey, by_network_kind, by_session, demands, sweep_points
 from tahq_netem.sweep.results import DONE, FAILED, ResultFile
-from tahq_netem.sweep.spec import SweepConfig, load_sweep
+from tahq_netem.sweep.spec import AUTO, SweepConfig, load_sweep
 from tahq_netem.sweep.stage_times import StageTimes
 from tahq_netem.sweep.stage_times import calibrate as calibrate_compute
 from tahq_netem.sweep.workload import (
@@ -61,6 +61,8 @@ RUNTIMES: Mapping[str, StartSession] = {
 }
 OPEN_LINKS = NetworkChoice()
 """Workers start on an unshaped network: the first step, which is not measured, may be much larger (AQ-SGD's is)."""
+PLANNED_STEPS = 12
+"""Steps after which tahq's search for a schedule, which comes after 10 steps, has taken effect."""
 
 
 def run_sweep_file(path: Path, results: Path | None = None, limit_s: float | None = None) -> "SweepOutcome":
@@ -192,8 +194,10 @@ class SweepRun:
         with self.outside.open_network(config, self.config) as network:
             self._say(f"network of {hosts} hosts, backend {network.backend}, {network.congestion_control}")
             self._calibrations.clear()
-            for session_points in by_session(points).values():
-                self._measure_session(network, session_points)
+            for key, session_points in by_session(points).items():
+                # what plans for itself begins on the network that it is to plan for
+                for together in [[point] for point in session_points] if key.schedule == AUTO else [session_points]:
+                    self._measure_session(network, together)
 
     def _is_calibrated(self, network: Network, point: Point) -> bool:
         """Measure the network of a point while nothing else uses it; once, unless it was off, which fails the point."""
@@ -235,7 +239,8 @@ class SweepRun:
     def _run_session(self, network: Network, points: Sequence[Point], times: StageTimes | None) -> None:
         key = points[0].session
         self._say(f"starting {key.label}")
-        network.set_plan(OPEN_LINKS.plan(key.stages))
+        first = points[0].network if key.schedule == AUTO else OPEN_LINKS
+        network.set_plan(first.plan(key.stages))
         with tempfile.TemporaryDirectory(prefix="tahq-sweep-") as name:
             folder = Path(name)
             request = SessionRequest(
@@ -246,7 +251,8 @@ class SweepRun:
                 folder=folder,
             )
             with self.outside.runtimes[key.runtime](request) as session:
-                session.next_step(self.config.timeout)
+                for _ in range(PLANNED_STEPS if key.schedule == AUTO else 1):
+                    session.next_step(self.config.timeout)
                 self._is_under_way = True
                 for point in points:
                     if self._fits(point, times):

@@ -6,7 +6,7 @@ the product.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -25,14 +25,16 @@ PLAIN_WIRE = "raw:dtype=fp32"
 HALF_WIRE = "raw:dtype=bf16"
 _ALWAYS_SAID = ("bits", "dtype")
 RuntimeName = Literal["tahq", "torch", "bare"]
-ScheduleName = Literal["gpipe", "1f1b", "zero-bubble", "1f1b-deep", "1f1b-runtime"]
+AUTO: Final = "auto"
+ScheduleName = Literal["auto", "gpipe", "1f1b", "zero-bubble", "1f1b-deep", "1f1b-runtime"]
 SCHEDULES: dict[RuntimeName, tuple[ScheduleName, ...]] = {
-    "tahq": ("gpipe", "1f1b", "zero-bubble"),
+    "tahq": (AUTO, "gpipe", "1f1b", "zero-bubble"),
     "torch": ("gpipe", "1f1b", "1f1b-runtime"),
     "bare": ("gpipe", "1f1b", "1f1b-deep"),
 }
-"""The schedules of each runtime; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r, and `1f1b-runtime`
-is 1F1B in torch's `_PipelineScheduleRuntime`, which does not wait for sends."""
+"""The schedules of each runtime. `auto` is tahq with default settings, which plans by itself; `1f1b-deep` keeps
+2(P − r) − 1 micro-batches in flight on stage r; `1f1b-runtime` is 1F1B in torch's `_PipelineScheduleRuntime`, which
+does not wait for sends."""
 WIRES: dict[RuntimeName, tuple[str, ...] | None] = {
     "tahq": None,
     "torch": (PLAIN_WIRE, HALF_WIRE),
@@ -56,7 +58,9 @@ def _written(spec: CodecSpec) -> str:
 
 
 def split_wire(text: str) -> tuple[str, str]:
-    """(activations, gradients) of `tah / fixed:bits=6`; a single codec is for both directions."""
+    """(activations, gradients) of `tah / fixed:bits=6`; a single codec is for both directions, `auto` the planner's."""
+    if text == AUTO:
+        return AUTO, AUTO
     parts = [part.strip() for part in text.split("/")]
     if len(parts) > 2:
         raise ValueError(f"expected one codec, or two with / between them; got {text!r}")
@@ -90,7 +94,8 @@ class RuntimeConfig(Section):
     name: RuntimeName
     schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
     wires: Annotated[list[Annotated[str, AfterValidator(_known_wire)]], *Axis] = Field(default=[PLAIN_WIRE])
-    """`activations / gradients`, or one codec for both. torch takes raw fp32 or bf16, the bare loop raw fp32."""
+    """`activations / gradients`, or one codec for both. torch takes raw fp32 or bf16, the bare loop raw fp32; tahq's
+    schedule `auto` also takes `auto`."""
     in_flight: Annotated[list[InFlight | None], *Axis] = Field(default=[None])
     """Micro-batches in flight, for all stages or by stage; None: the schedule's own number. tahq only."""
 
@@ -104,6 +109,10 @@ class RuntimeConfig(Section):
         packed = [wire for wire in self.wires if split_wire(wire) not in known]
         if packed:
             raise ValueError(f"{self.name} sends only {' or '.join(sendable)}; got {packed[0]}")
+        if AUTO in self.wires and self.schedules != [AUTO]:
+            raise ValueError("wire auto is chosen under schedule auto only; list a further runtime for other schedules")
+        if AUTO in self.schedules and self.in_flight != [None]:
+            raise ValueError("in_flight is chosen under schedule auto; list a further runtime for fixed numbers")
         if self.in_flight != [None] and self.name != "tahq":
             raise ValueError(f"in_flight is for tahq only; {self.name} has its schedule's own number")
         return self

@@ -39,11 +39,12 @@ from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
 from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
+from tahq.quant.quality import FLOOR
 from tahq_netem.network.description import NetworkPlan
 from tahq_netem.runtimes.bare_async import actions_of
 from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.points import Point, SessionKey, by_session
-from tahq_netem.sweep.spec import StepsConfig, SweepConfig
+from tahq_netem.sweep.spec import AUTO, StepsConfig, SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
 
 MANY_STEPS = 1_000_000
@@ -51,7 +52,7 @@ MANY_STEPS = 1_000_000
 START_S = 15.0
 """Expected time to start a session."""
 NUM_BYTE_TOKENS = 256
-SPLIT_SCHEDULES = ("zero-bubble",)
+SPLIT_SCHEDULES = (AUTO, "zero-bubble")
 """Schedules that compute the input gradient first and the weight gradient later."""
 SHARED_NBYTES = 64 * 1024
 """Links that share an uplink take turns after this many bytes. TCP shares it packet by packet, which takes longer to
@@ -67,7 +68,11 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
         model = model.model_copy(update={"vocab_size": load_tokenizer(data).vocab_size})
     # Schedules that only other runtimes have are passed to them by the session's name.
     schedule = key.schedule if key.schedule in GENERATORS else "1f1b"
-    pipeline: dict[str, Any] = {"stages": key.stages, "schedule": schedule}
+    pipeline: dict[str, Any] = {"stages": key.stages, "schedule": schedule, "balance": "counted"}
+    codecs = {"activations": key.activations, "gradients": key.gradients}
+    if key.schedule == AUTO:
+        pipeline = {"stages": key.stages}
+        codecs = {direction: codec for direction, codec in codecs.items() if codec != AUTO}
     if key.in_flight is not None:
         pipeline["in_flight"] = key.in_flight if isinstance(key.in_flight, int) else list(key.in_flight)
     values = ClusterConfig(
@@ -76,20 +81,24 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
         data=data,
         training=TrainingConfig(steps=MANY_STEPS, global_batch=sweep.global_batch, micro_batch=key.micro_batch),
         pipeline=PipelineConfig.model_validate(pipeline),
-        wire=WireConfig(activations=key.activations, gradients=key.gradients),
+        wire=WireConfig.model_validate(codecs),
         links=LinksConfig() if sweep.piece is None else LinksConfig(piece=sweep.piece),
     )
-    return resolve(ClusterConfig.model_validate(values.model_dump()))
+    values = ClusterConfig.model_validate(values.model_dump(exclude_unset=True))
+    return values if key.schedule == AUTO else resolve(values)
 
 
 def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) -> StepWork:
-    """The expected work of a step: the codecs' largest streams, and no time for real compute."""
+    """The expected work of a step: the codecs' largest streams, `auto`'s of fewest bits; no time for real compute."""
     hidden_size = sweep.model.hidden_size
     if hidden_size is None:
         raise ConfigError("a sweep needs model.hidden_size: the time of a step is estimated from it")
     shape = (key.micro_batch, sweep.sample_len, hidden_size)
+    fewest = FLOOR.activations, FLOOR.gradients
+    pairs = zip((key.activations, key.gradients), fewest, strict=True)
+    specs = [least if spec == AUTO else spec for spec, least in pairs]
     activation_nbytes, gradient_nbytes = (
-        (float(get_codec(spec).encoded_nbytes(shape)),) * (key.stages - 1) for spec in (key.activations, key.gradients)
+        (float(get_codec(spec).encoded_nbytes(shape)),) * (key.stages - 1) for spec in specs
     )
     of_stages = times or StageTimes((0.0,) * key.stages, (0.0,) * key.stages)
     return StepWork(
@@ -187,7 +196,7 @@ class CodecSeconds:
 
 def session_schedule(key: SessionKey, num_micro_batches: int) -> Schedule | None:
     """The schedule that a session's stages follow; None where the simulator is no model of its runtime."""
-    if key.runtime == "torch":
+    if key.runtime == "torch" or key.schedule == AUTO:
         return None
     if key.runtime == "bare":
         rows = tuple(actions_of(key.schedule, stage, key.stages, num_micro_batches) for stage in range(key.stages))
