@@ -4,8 +4,9 @@
     python benchmarks/bench_follow.py --steps 24 --loss-steps 12 --forward 5ms --backward 10ms   # a quick try
 
 Four stages that sleep instead of computing, in network namespaces, all hosts at 300 Mbit/s. After a third of the steps
-host1 falls to 50 Mbit/s, both ways; after two thirds it recovers. Measured with `wire.follow`, and with each setting of
-its ladder fixed. Then a small model that computes is trained with `wire.follow` under a similar fall, and again from
+host1 falls to 50 Mbit/s, both ways; after two thirds it recovers. First with default settings, beside the simulator's
+best plan for each of the two networks, run on it alone (`default_rows`); then with `wire.follow`, and with each setting
+of its ladder fixed. Then a small model that computes is trained with `wire.follow` under a similar fall, and again from
 its record on links that do not change: losses and codecs must be the same. *Followed after*: steps from the fall to the
 last change that answers it. Needs root and a quiet machine.
 """
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Table, main, say
+from default_rows import Case, best_plans, settled
+from harness import Table, launch, main, say
 
 from tahq.comm.network_config import NetworkConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
-from tahq.units import parse_duration
+from tahq.units import WRITTEN_BY_HAND
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
 from tahq_netem.network.faults import Timeline, play
@@ -94,12 +96,17 @@ def train(config: ClusterConfig, timeline: Timeline, num_steps: int, settle: int
 
 
 def cluster(options: argparse.Namespace, wire: Values, *, sleeps: bool = True) -> ClusterConfig:
+    """The configuration of `keys` with these codecs."""
+    return resolve(ClusterConfig.model_validate(keys(options, sleeps=sleeps) | {"wire": wire}, context=WRITTEN_BY_HAND))
+
+
+def keys(options: argparse.Namespace, *, sleeps: bool = True) -> Values:
     """One sample per micro-batch; stages that sleep, or (not `sleeps`) a small model that computes."""
-    sleep = {"forward": [parse_duration(options.forward)], "backward": [parse_duration(options.backward)]}
+    sleep = {"forward": options.forward, "backward": options.backward}
     model = {"family": "gpt2", "num_layers": STAGES, "num_heads": 4, "vocab_size": 256}
     model |= {"hidden_size": 1024, "sleep": sleep} if sleeps else {"hidden_size": 256}
-    values: Values = {
-        "run": {"name": "session", "threads": 1, "device": "cpu", "peer_timeout": 60.0, "seed": 1},
+    return {
+        "run": {"name": "session", "threads": 1, "device": "cpu", "peer_timeout": "60s", "seed": 1},
         "model": model,
         "data": {"text": "stdlib", "seq_len": 512 if sleeps else 64},
         "training": {
@@ -109,9 +116,7 @@ def cluster(options: argparse.Namespace, wire: Values, *, sleeps: bool = True) -
             "lr": 1e-4 if sleeps else 1e-3,
         },
         "pipeline": {"stages": STAGES},
-        "wire": wire,
     }
-    return resolve(ClusterConfig.model_validate(values))
 
 
 def fixed(bits: int) -> Values:
@@ -122,6 +127,26 @@ def follow() -> Values:
     """Both ladders; a run begins at the top."""
     ladders = {"activations": [f"wf:bits={bits}" for bits in BITS], "gradients": [f"eden:bits={bits}" for bits in BITS]}
     return {**fixed(BITS[-1]), "follow": {**ladders, "raise_after": 5}}
+
+
+def default_settings(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Rows: default settings in the second half of each third of the steps, beside the best plan for its network."""
+    third, config = options.steps // 3, ClusterConfig.model_validate(keys(options), context=WRITTEN_BY_HAND)
+    trained = train(config, fall(options.steps, LOW), options.steps, SETTLE_STEPS)
+    codecs = {link["direction"]: link["codec"] for link in trained.rows[-1]["links"]}
+    pair = codecs["activations"], codecs["gradients"]
+    best_s = {}
+    for rate in (HIGH, LOW):
+        links = {"rate": HIGH, "delay": DELAY, "hosts": {HOST: {"up": rate, "down": rate}}}
+        case = Case(rate, "default", keys(options) | {"links": links, "hosts": "namespaces"})
+        [(values, _, _)] = best_plans(case, pair, 1)
+        best_s[rate] = statistics.median(step["step_time_s"] for step in settled(launch(values)))
+    for number, rate in enumerate((HIGH, LOW, HIGH)):
+        end = (number + 1) * third
+        rows = trained.rows[end - third // 2 : end]
+        step_s = statistics.median(row["step_time_s"] for row in rows)
+        chosen = f"{rows[-1]['schedule']}, {rows[-1]['in_flight']}"
+        yield [rate, " / ".join(pair), chosen, f"{step_s:.3f}", f"{best_s[rate]:.3f}", f"{best_s[rate] / step_s:.3f}"]
 
 
 def followed_after(trained: Trained, third: int) -> tuple[int, float]:
@@ -160,6 +185,10 @@ def repeated(options: argparse.Namespace) -> str:
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     third = options.steps // 3
+    columns = (HOST, "codecs", "schedule, in flight", "default: step, s", "best plan for this rate: step, s", "ratio")
+    yield Table(columns, default_settings(options), heading="Default settings")
+    if options.only_default:
+        return
     wires = {"follow": follow(), **{f"{bits} bits": fixed(bits) for bits in BITS}}
     trained = {}
     for name, wire in wires.items():
@@ -184,6 +213,7 @@ if __name__ == "__main__":
         tables,
         {
             "--steps": {"type": int, "default": 60, "help": f"steps per wire, after {SETTLE_STEPS} that do not count"},
+            "--only-default": {"action": "store_true"},
             "--loss-steps": {"type": int, "default": 30},
             "--forward": {"default": "20ms"},
             "--backward": {"default": "40ms"},

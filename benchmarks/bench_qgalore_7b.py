@@ -21,7 +21,6 @@ H200: about a minute per variant.
 
 import argparse
 import json
-import math
 import os
 import shutil
 import statistics
@@ -224,7 +223,9 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
         totals, step_s = measure(variant, options)
         median_s = statistics.median(step_s[WARM_STEPS:])
         found[variant] = count * SEQ_LEN / median_s
-        memory = [f"{totals.get(name, math.nan):.2f}" for name in ("process_gib", "reserved_gib", "allocated_gib")]
+        memory = [
+            f"{totals[name]:.2f}" if name in totals else "" for name in ("process_gib", "reserved_gib", "allocated_gib")
+        ]
         rows.append([variant, *memory, f"{median_s:.3f}", f"{step_s[0]:.1f}", f"{found[variant]:,.0f}"])
     columns = ("variant", "process, GiB (nvidia-smi)", "torch reserved, GiB", "torch allocated, GiB", "step, s")
     caption = f"Batch {count}, sequences of {SEQ_LEN}, fused backward, blocks recomputed."
