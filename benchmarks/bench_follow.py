@@ -138,7 +138,8 @@ def default_settings(options: argparse.Namespace) -> Iterator[list[str]]:
     best_s = {}
     for rate in (HIGH, LOW):
         links = {"rate": HIGH, "delay": DELAY, "hosts": {HOST: {"up": rate, "down": rate}}}
-        case = Case(rate, "default", keys(options) | {"links": links, "hosts": "namespaces"})
+        like_the_other = {"links": links, "hosts": "namespaces", "security": {"curve": False}}
+        case = Case(rate, "default", keys(options) | like_the_other)
         [(values, _, _)] = best_plans(case, pair, 1)
         best_s[rate] = statistics.median(step["step_time_s"] for step in settled(launch(values)))
     for number, rate in enumerate((HIGH, LOW, HIGH)):
