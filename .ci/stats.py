@@ -18,7 +18,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 54_970,
     "modules there": 308,
-    "lines of benchmarks": 6_320,
+    "lines of benchmarks": 6_350,
     "lines of tests": 39_940,
     "modules with one importer, in the same folder": 16,
     "modules in the largest folder": 15,
