@@ -91,7 +91,7 @@ def test_wire_is_written_the_same_however_it_was_given(text, pair):
 
 @pytest.mark.parametrize(
     ("name", "num_points"),
-    [("four_stages", 7 * 3 * 6), ("four_stages_cubic", 1 * 3 * 4), ("two_stages", 3 * 2 * 3 * 2)],
+    [("four_stages", 7 * 3 * 7), ("four_stages_cubic", 1 * 3 * 4), ("two_stages", 3 * 2 * 3 * 2)],
 )
 def test_sweeps_that_come_along_are_sound(name, num_points):
     assert len(sweep_points(load_sweep(RESULTS / f"{name}.yaml"))) == num_points
