@@ -8,7 +8,6 @@ import argparse
 import itertools
 import statistics
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,11 +137,7 @@ def settled(run: Run) -> list[Values]:
 
 def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> dict[str, Any]:
     steps = settled(run)
-    links = steps[-1]["links"]
-    codecs = {link["direction"]: link["codec"] for link in links}
-    sent: Counter[int] = Counter()
-    for link in links:
-        sent[link["from"]] += link["wire_bytes"]
+    codecs = {link["direction"]: link["codec"] for link in steps[-1]["links"]}
     return {
         "case": case.title,
         "wire": case.wire,
@@ -156,8 +151,6 @@ def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> di
         "all_s": run.step_times_s(),
         "changes": [step["schedule_change"] for step in run.steps if step["schedule_change"]],
         "plan": [line.strip() for line in run.output.splitlines() if line.startswith(("planned for", "  "))],
-        "first_step_s": run.first_step_s,
-        "busiest_uplink_nbytes": max(sent.values()),
     }
 
 

@@ -16,7 +16,7 @@ from tahq.comm.network_config import NetworkConfig
 from tahq.models.config import SleepConfig
 from tahq.units import format_rate, write_duration
 from tahq_netem.network.description import NetworkPlan, plan_network, profile, uniform
-from tahq_netem.sweep.spec import SweepConfig, split_wire
+from tahq_netem.sweep.spec import AUTO, SweepConfig, split_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,13 @@ def sweep_points(config: SweepConfig) -> list[Point]:
     return list(points.values())
 
 
-def by_session(points: Iterable[Point]) -> dict[SessionKey, list[Point]]:
-    """The points of each session, in order."""
-    sessions: dict[SessionKey, list[Point]] = {}
+def by_session(points: Iterable[Point]) -> list[list[Point]]:
+    """The points of each session, in order; what plans by itself has a session for each network."""
+    sessions: dict[tuple[SessionKey, NetworkChoice | None], list[Point]] = {}
     for point in points:
-        sessions.setdefault(point.session, []).append(point)
-    return sessions
+        network = point.network if point.session.schedule == AUTO else None
+        sessions.setdefault((point.session, network), []).append(point)
+    return list(sessions.values())
 
 
 def demands(choice: NetworkChoice, num_hosts: int) -> tuple[bool, bool, float]:

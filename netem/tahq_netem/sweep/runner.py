@@ -62,7 +62,7 @@ RUNTIMES: Mapping[str, StartSession] = {
 OPEN_LINKS = NetworkChoice()
 """Workers start on an unshaped network: the first step, which is not measured, may be much larger (AQ-SGD's is)."""
 PLANNED_STEPS = 12
-"""Steps after which tahq's search for a schedule, which comes after 10 steps, has taken effect."""
+"""Steps that tahq under `auto` is given to search for a schedule, after the fourth, and to take a bad change back."""
 
 
 def run_sweep_file(path: Path, results: Path | None = None, limit_s: float | None = None) -> "SweepOutcome":
@@ -194,10 +194,8 @@ class SweepRun:
         with self.outside.open_network(config, self.config) as network:
             self._say(f"network of {hosts} hosts, backend {network.backend}, {network.congestion_control}")
             self._calibrations.clear()
-            for key, session_points in by_session(points).items():
-                # what plans for itself begins on the network that it is to plan for
-                for together in [[point] for point in session_points] if key.schedule == AUTO else [session_points]:
-                    self._measure_session(network, together)
+            for session_points in by_session(points):
+                self._measure_session(network, session_points)
 
     def _is_calibrated(self, network: Network, point: Point) -> bool:
         """Measure the network of a point while nothing else uses it; once, unless it was off, which fails the point."""
