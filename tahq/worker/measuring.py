@@ -27,7 +27,6 @@ from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.sleeping_slice import SleepingSlice
 from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE
 from tahq.pipeline.gradients import summed_cross_entropy
@@ -275,7 +274,7 @@ class DeviceTimer:
 class ComputeMeasurement:
     """Times the parts of a resolved configuration's model on one worker's device.
 
-    `working` is called with the part that is being timed; under `model.sleep`, that of the worker's stage counts.
+    `working` is called with the part that is being timed. Under `model.sleep` the stage's own time counts: it is set.
     """
 
     def __init__(
@@ -308,11 +307,12 @@ class ComputeMeasurement:
         if self._config.training.activation_checkpointing != "block":
             activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
         if self._config.model.sleep is not None:
-            forward_s, backward_s = self._sleep_of_a_block(micro_batch)
+            blocks = sum(map(len, block_ranges(self._config, self._spec)[self._stage :: self._config.pipeline.stages]))
+            forward_s, backward_s = self._config.model.sleep.of(self._stage)
             return LayerTimes(
                 micro_batch=micro_batch,
-                block_forward=forward_s,
-                block_backward=backward_s,
+                block_forward=forward_s / blocks,
+                block_backward=backward_s / blocks,
                 block_activation_bytes=activations,
             )
         block = self._block(micro_batch)
@@ -348,20 +348,9 @@ class ComputeMeasurement:
                 parameter.normal_(std=0.02)
         return self._timed(model, micro_batch)
 
-    def _sleep_of_a_block(self, micro_batch: int) -> tuple[float, float]:
-        """The stage's sleep, divided by its blocks; embedding and head have no sleep of their own."""
-        if self._config.model.sleep is None:
-            raise AssertionError("called under model.sleep only")
-        self._working(f"timing the stage's sleep, micro-batches of {micro_batch}")
-        blocks = block_ranges(self._config, self._spec)[self._stage]
-        sleep = self._config.model.sleep.of(self._stage)
-        model = SleepingSlice(self._spec, blocks, *sleep, device=self._device, random=RandomContext(0))
-        forward_s, backward_s, _ = self._timed(model, micro_batch)
-        return forward_s / len(blocks), backward_s / len(blocks)
-
     def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
         """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""
-        now_s, sleeps = self._timer.now_s, self._config.model.sleep is not None
+        now_s = self._timer.now_s
         size = (micro_batch, self._config.data.seq_len)
         generator = torch.Generator("cpu").manual_seed(0)
         if model.parts.embedding:
@@ -373,7 +362,7 @@ class ComputeMeasurement:
         def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
                 y = model(x)
-            if model.parts.head and not sleeps:
+            if model.parts.head:
                 return summed_cross_entropy(y, labels), None
             return y, torch.ones_like(y)
 
@@ -393,10 +382,9 @@ class ComputeMeasurement:
             torch.autograd.grad(y, x, gradient)
             return (now_s() - start_s,)
 
-        has_weight_part = bool(model.parts.blocks) and not sleeps
         with sharing_copies_of([model]):
             times_s = self._timer.medians_s(lap)
-            return (*times_s, *(self._timer.medians_s(input_lap) if has_weight_part else (0.0,)))
+            return (*times_s, *(self._timer.medians_s(input_lap) if model.parts.blocks else (0.0,)))
 
 
 def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], device: torch.device) -> tuple[float, float]:
