@@ -5,7 +5,7 @@ share of the bound against bandwidth, and loss against wall-clock time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,17 @@ def _table(setting: Setting, measured: Sequence[Row]) -> Iterator[str]:
     for series in dict.fromkeys(map(series_of, rows)):
         runtime, schedule, wire = series
         cells = {network_label(row): row for row in rows if series_of(row) == series}
-        first = next(iter(cells.values()))
-        forward, backward = (
-            8 * first[key][0] / first["elements_a_step"] for key in ("activation_nbytes", "gradient_nbytes")
-        )
+        bits = " + ".join(_bits(cells.values(), key) for key in ("activation_nbytes", "gradient_nbytes"))
         texts = [_cell(cells[network]) if network in cells else "" for network in networks]
-        yield f"| {runtime} {schedule} | `{wire}` | {forward:.2f} + {backward:.2f} | {' | '.join(texts)} |"
+        yield f"| {runtime} {schedule} | `{wire}` | {bits} | {' | '.join(texts)} |"
     yield ""
+
+
+def _bits(rows: Iterable[Row], key: str) -> str:
+    """Bits per element of these points; the least to the most, where default settings chose by network."""
+    bits = [8 * row[key][0] / row["elements_a_step"] for row in rows]
+    least, most = f"{min(bits):.2f}", f"{max(bits):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _cell(row: Row) -> str:
