@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 54_970,
-    "modules there": 308,
-    "lines of benchmarks": 6_350,
-    "lines of tests": 39_940,
-    "modules with one importer, in the same folder": 16,
+    "lines of tahq, launch and netem": 56_300,
+    "modules there": 315,
+    "lines of benchmarks": 6_375,
+    "lines of tests": 40_560,
+    "modules with one importer, in the same folder": 17,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,
 }

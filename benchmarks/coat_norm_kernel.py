@@ -1,4 +1,4 @@
-"""An RMSNorm in Triton without quantisation, bf16 to bf16, for bench_coat_layer.py to compare with."""
+"""An RMSNorm in Triton without quantisation, bf16 to bf16, for bench_layer.py to compare with."""
 
 import torch
 import triton

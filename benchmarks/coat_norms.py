@@ -1,4 +1,4 @@
-"""Part of bench_coat_layer.py: an RMSNorm with quantisation fused into it, against one without (COAT Table 12)."""
+"""Part of bench_layer.py: an RMSNorm with quantisation fused into it, against one without (COAT Table 12)."""
 
 import statistics
 from collections.abc import Callable

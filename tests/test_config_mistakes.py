@@ -138,6 +138,8 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             ["memory.activations=coat", "model.family=llama", "training.optimizer=galore"],
             "memory.activations: coat needs whole weights to code in FP8, but training.optimizer galore stores those",
         ),
+        (["memory.agoq.bits=[4, 5, 8]"], "memory.agoq.bits lists 3 stages, pipeline.stages is 4; give one number for"),
+        (["memory.activations={kind: agog}"], "memory: activations with options needs kind: coat or kind: agoq, not"),
         (["links.loss=0.01"], "links.loss is for hosts: namespaces, where the network is made on this machine; with"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import chunks_of, stage_estimate
+from tahq.config.stage_estimate import chunks_of, stage_estimate, with_memory_choices
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.worker.assembly import block_ranges, resolved_spec
@@ -21,6 +21,34 @@ def configured(**sections) -> ClusterConfig:
 
 def estimated(config: ClusterConfig, stage: int, *, bf16: bool = False):
     return stage_estimate(config, resolved_spec(config, None), stage, bf16=bf16)
+
+
+def bits(rounding: str = "strict", spare: tuple[float, ...] = (), **pipeline) -> list[int]:
+    config = configured(pipeline=pipeline, memory={"activations": {"kind": "agoq", "rounding": rounding}})
+    return with_memory_choices(config, resolved_spec(config, None), spare).memory.agoq.bits
+
+
+def test_bits_of_stored_activations_fill_what_the_fullest_stage_takes():
+    # in flight, of all chunks: 11, 9, 7, 5, so that 4·11/9 = 4.9 bits, 6.3, 8.8
+    interleaved = {"schedule": "interleaved", "chunks": 2}
+    assert bits(**interleaved) == [4, 4, 6, 8]
+    assert bits("paper", **interleaved) == [4, 5, 6, 8]
+    assert bits(schedule="1f1b") == [4, 5, 8, 8]  # 4, 3, 2, 1 in flight
+    assert bits(schedule="1f1b", in_flight=[8, 8, 6, 6]) == [4, 4, 5, 5]
+    assert bits(schedule="1f1b", layers=[1, 2, 2, 3]) == [6, 4, 6, 8]  # 4, 6, 4, 3 layers times micro-batches
+    assert bits(schedule="gpipe") == [4, 4, 4, 4]
+    assert bits(schedule="1f1b", spare=(0, 0, 1e3, 1e9)) == [4, 4, 4, 8]
+
+
+def test_strict_bits_never_store_more_than_the_fullest_stage():
+    config = configured(pipeline={"schedule": "1f1b", "in_flight": [8, 7, 5, 3]}, memory={"activations": "agoq"})
+    spec = resolved_spec(config, None)
+    plain = configured(pipeline=config.pipeline.model_dump())
+    stored, kept = (
+        [stage_estimate(each, spec, stage, bf16=False).activations for stage in range(4)]
+        for each in (with_memory_choices(config, spec), plain)
+    )
+    assert max(stored) == stored[0] < kept[0]
 
 
 @pytest.mark.parametrize("stage", range(4))

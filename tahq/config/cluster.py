@@ -175,7 +175,12 @@ class ClusterConfig(Section):
             raise ValueError(f"pipeline.in_flight: {error}") from error
 
     def _check_memory(self) -> None:
-        family, optimizer = self.model.family, self.training.optimizer
+        family, optimizer, bits = self.model.family, self.training.optimizer, self.memory.agoq.bits
+        if isinstance(bits, list) and len(bits) != self.pipeline.stages:
+            raise ValueError(
+                f"memory.agoq.bits lists {len(bits)} stages, pipeline.stages is {self.pipeline.stages}; give one "
+                "number for all stages, or one for each"
+            )
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):

@@ -10,6 +10,7 @@ from tahq.errors import UserError
 from tahq.memory.config import COAT_FAMILIES
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.memory.small_floats.block_codes import FORMATS
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import divide
@@ -43,6 +44,44 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
     return max(moments, key=lambda moment: moment.total)
 
 
+def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Sequence[float] = ()) -> ClusterConfig:
+    """The configuration with what is `auto` under `memory` replaced: gradients by fp32, `agoq.bits` by each stage's.
+
+    With N micro-batches in flight times their layers at the moment when a stage holds most, a stage's bits are
+    4·max N/N, rounded as `memory.agoq.rounding` says (AGoQ Eq. 22, where all stages have as many layers). Those of the
+    first schedule: a run keeps its bits. `spare_nbytes`: by stage, memory that 4 bits leave free; empty: not known.
+    """
+    if config.memory.gradients == "auto":
+        memory = config.memory.model_copy(update={"gradients": "fp32"})
+        config = config.model_copy(update={"memory": memory})
+    agoq = config.memory.agoq
+    if config.memory.activations != "agoq" or agoq.bits != "auto":
+        return config
+    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
+    rows = config.pipeline.actions(config.training.num_micro_batches).actions
+    held = [
+        max(sum(num * len(ranges[chunk]) for (chunk, _), num in moment.items()) for moment in _held(row))
+        for row in rows
+    ]
+    room = [4 * max(held) / each for each in held]
+    if agoq.rounding == "paper":
+        chosen = [min(FORMATS, key=lambda bits: abs(bits - most)) for most in room]
+    else:
+        chosen = [max(bits for bits in FORMATS if bits <= most) for most in room]
+
+    def with_bits(bits: Sequence[int]) -> ClusterConfig:
+        changed = agoq.model_copy(update={"bits": list(bits)})
+        return config.model_copy(update={"memory": config.memory.model_copy(update={"agoq": changed})})
+
+    def total(stage: int, bits: int) -> int:
+        return stage_estimate(with_bits([bits] * len(rows)), spec, stage, bf16=False).total
+
+    for stage, spare in enumerate(spare_nbytes):
+        fit = (bits for bits in FORMATS if total(stage, bits) - total(stage, 4) <= max(0, spare))
+        chosen[stage] = min(chosen[stage], max(fit))
+    return with_bits(chosen)
+
+
 def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
     """Micro-batches in flight during each action of a row, including those that it starts or frees.
 
@@ -67,7 +106,7 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
     """The numbers of a chunk with nothing in flight."""
     training = config.training
     return StepNumbers(
-        shape=micro_batch_shape(config, training.micro_batch, bf16=bf16),
+        shape=micro_batch_shape(config, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
@@ -76,17 +115,20 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
         low_rank=low_rank_settings(training, config.run.seed),
         splits_backward=any(action.kind is ActionKind.I for action in row),
         is_fused=training.is_fused,
+        stores_gradients=config.memory.gradients == "fp8",
     )
 
 
-def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool) -> MicroBatchShape:
-    """The shape of micro-batches of this many samples, and how the configuration computes them."""
-    low_rank = low_rank_settings(config.training, config.run.seed)
+def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool, stage: int = 0) -> MicroBatchShape:
+    """The shape of micro-batches of this many samples, and how the configuration computes them on a stage."""
+    low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
     return MicroBatchShape(
         micro_batch,
         config.data.seq_len,
         bf16,
-        coat=config.memory.activations == "coat",
+        coat=memory.activations == "coat",
+        stored_bits=memory.agoq.bits_of(stage),
+        stored_layers=memory.agoq.stored if memory.activations == "agoq" else (),
         coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
@@ -152,8 +194,12 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tup
         yield changed("training", micro_batch=smaller)
     if training.activation_checkpointing != "block":
         yield changed("training", activation_checkpointing="block")
+    if config.memory.gradients != "fp8":
+        yield changed("memory", gradients="fp8")
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
         yield changed("memory", activations="coat")
+    if config.memory.activations != "agoq":
+        yield changed("memory", activations="agoq")
     if pipeline.schedule == "gpipe":
         yield changed("pipeline", schedule="1f1b")
     if pipeline.in_flight is not None:

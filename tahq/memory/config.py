@@ -21,12 +21,46 @@ class CoatConfig(Section):
     weights are coded again for every product."""
 
 
+class AgoqConfig(Section):
+    """`memory.agoq`: options of `activations: agoq`."""
+
+    bits: Literal["auto", 4, 5, 6, 8] | list[Literal[4, 5, 6, 8]] = "auto"
+    """Of a stored number, on all stages or by stage. `auto`: 4 on the stage with most layers times micro-batches in
+    flight, and as many more on others as fit in the same bytes. A run's config.yaml lists what was chosen."""
+    rounding: Literal["paper", "strict"] = "strict"
+    """Of the bits of `auto`: `paper` to the nearest of 4, 5, 6 and 8, `strict` down."""
+    stored: tuple[Literal["norms", "mlp", "attention"], ...] = ("norms", "mlp")
+    """Layers whose inputs are stored in few bits: norms; the MLP's activation; attention and its output projection,
+    which the paper advises against."""
+
+    def bits_of(self, stage: int) -> int:
+        """A stage's bits; `auto`: the fewest that it may be given."""
+        bits = self.bits[stage] if isinstance(self.bits, list) else self.bits
+        return 4 if bits == "auto" else bits
+
+
 class MemoryConfig(Section):
     """Formats of what a stage keeps in memory."""
 
-    activations: Literal["none", "coat"] = "none"
-    """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it."""
+    activations: Literal["none", "coat", "agoq"] = "none"
+    """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
+    for all models."""
+    gradients: Literal["auto", "fp32", "fp8"] = "auto"
+    """What gradients are kept as between micro-batches; `fp8`: in blocks of 128 (AGoQ). `auto`: fp32, unless the
+    planner finds that only fp8 fits. A run's config.yaml says what was chosen."""
     coat: CoatConfig = CoatConfig()
+    agoq: AgoqConfig = AgoqConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_with_options(cls, given: object) -> object:
+        """`activations: {kind: agoq, bits: 5}` stands for `activations: agoq` with `agoq: {bits: 5}`."""
+        if not isinstance(given, dict) or not isinstance(given.get("activations"), dict):
+            return given
+        kind, options = given["activations"].get("kind"), dict(given["activations"])
+        if options.pop("kind", None) not in ("coat", "agoq"):
+            raise ValueError(f"activations with options needs kind: coat or kind: agoq, not {kind!r}")
+        return given | {"activations": kind, kind: {**given.get(kind, {}), **options}}
 
 
 class Fp8AdamWConfig(Section):

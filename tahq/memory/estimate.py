@@ -5,9 +5,10 @@ fragmentation are not counted.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
+from tahq.memory.agoq.stored_gradients import stored_gradient_nbytes
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
@@ -45,6 +46,7 @@ class StepNumbers:
     splits_backward: bool = False  # Whether gradients of weights are computed separately from those of inputs
     put_off: int = 0  # Micro-batches in flight that only lack gradients of weights
     is_fused: bool = False  # Whether each weight is updated within the backward, and its gradient freed
+    stores_gradients: bool = False  # Whether they are kept in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +88,16 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, and their optimizer states; `low_rank_bytes` for
-      low-rank weights; of gradients only the largest where the update is fused; counted as weights, the FP8 codes and
-      autocast's copies of matrices. With checkpointing copies are not shared: those of one block, and one of the head
-      per micro-batch in flight (one in all with split backwards);
+      low-rank weights; of gradients only the largest where the update is fused, 1.03·N where they are stored in 8 bits;
+      counted as weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies are not shared:
+      those of one block, and one of the head per micro-batch in flight (one in all with split backwards);
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
-    more;
+      more;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a received gradient (not the last) and
       one to send (not the first), 4·T·C each; n encoded frames;
     - workspace for one micro-batch: with checkpointing one recomputed block, `saved_by_block`; on the last stage the
       logits or their gradient, 4·T·V, and 2·T·V more as bf16; with low-rank weights the largest decoded matrix of a
-      block and its gradient, and with the logits the head's.
+      block and its gradient, and with the logits the head's; the largest gradient in fp32 where they are stored.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
     low_rank = [low_rank_bytes(each.shape, each.settings) for each in covered.values()]
@@ -107,13 +109,20 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     copies = codes + _copies(spec, blocks, numbers)
     return StageMemory(
         weights=sum(weights) + copies + sum(each.weight for each in low_rank),
-        gradients=max(gradients) if numbers.is_fused else sum(gradients),
+        gradients=_gradients(gradients, numbers),
         optimizer=numbers.optimizer_nbytes(ordinary.values()) + sum(each.states for each in low_rank),
         activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
-        workspace=_workspace(spec, blocks, numbers, covered),
+        workspace=_workspace(spec, blocks, numbers, covered) + (max(gradients) if numbers.stores_gradients else 0),
         copies=copies,
     )
+
+
+def _gradients(each: Sequence[int], numbers: StepNumbers) -> int:
+    """What is kept of gradients that take so many bytes in fp32."""
+    if numbers.is_fused:
+        return max(each)
+    return sum(stored_gradient_nbytes(nbytes // _FP32) if numbers.stores_gradients else nbytes for nbytes in each)
 
 
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:

@@ -8,16 +8,19 @@ I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 un
 norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
 all micro-batches share: see `copied_by_block` and `copied_by_head`.
 
-With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`coat/fp8_flow.py`), and no copies.
+With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`coat/fp8_flow.py`), and no copies. With
+`agoq` they keep codes of some layers' inputs (`agoq/stored_inputs.py`).
 
 Between a split backward's input gradients, I, and its weight gradients, W, each product with a weight keeps its input
 and the gradient of its output (`deferred_by_*`), with activation checkpointing too, since I recomputes each block.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tahq.memory.coat.fp8_codes import GROUP
+from tahq.memory.small_floats.block_codes import stored_nbytes
 from tahq.models.families import head_dim, num_kv_heads
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -40,6 +43,8 @@ class MicroBatchShape:
     seq_len: int
     bf16: bool = False
     coat: bool = False  # `memory.activations: coat`
+    stored_bits: int = 0  # Of `memory.activations: agoq`
+    stored_layers: Collection[str] = ()  # `memory.agoq.stored`
     coat_gradient_nbytes: int = 0
     """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
     copies_weights: bool = True
@@ -79,13 +84,19 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
     outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
     + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. With
-    COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`.
+    COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; with AGoQ the layers in `stored_layers`
+    keep their inputs' codes and nothing else.
     """
     if shape.coat:
         without_attention = _coat_block
     else:
         without_attention = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
     return without_attention(spec, shape) + _attention(spec, block, shape)
+
+
+def _stored(shape: MicroBatchShape, channels: int) -> int:
+    """Bytes of T·channels stored numbers."""
+    return stored_nbytes(shape.num_tokens * channels, shape.stored_bits)
 
 
 def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -124,20 +135,28 @@ def _layer_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """GPT-2's block without its attention: two LayerNorms, Q, K, V, output projection, tanh GELU."""
     tokens, hidden, config = shape.num_tokens, spec.hidden_size, spec.hf_config
     inner = int(config.n_inner or 4 * hidden)
-    norms = 2 * _FP32 * tokens * (hidden + 2)
+    norms = 2 * _FP32 * tokens * (hidden + 2) + 2 * shape.element_nbytes * tokens * hidden
     masks = 2 * tokens * hidden if config.resid_pdrop > 0 else 0
-    kept_inner = 5 if config.activation_function == _WRITTEN_OUT else 2
-    return norms + masks + shape.element_nbytes * tokens * (2 * hidden + kept_inner * inner)
+    mlp = shape.element_nbytes * tokens * inner * (5 if config.activation_function == _WRITTEN_OUT else 2)
+    if "norms" in shape.stored_layers:
+        norms = 2 * _stored(shape, hidden)
+    if "mlp" in shape.stored_layers:
+        mlp = _stored(shape, inner)
+    return norms + masks + mlp
 
 
 def _rms_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """A block like Llama's without its attention: two RMSNorms and a gated MLP."""
-    tokens, hidden = shape.num_tokens, spec.hidden_size
+    tokens, hidden, inner = shape.num_tokens, spec.hidden_size, int(spec.hf_config.intermediate_size)
     norms = 2 * _FP32 * tokens * (2 * hidden + 1)
     # Under autocast each of Q, K, V, gate and up makes its own bf16 copy of the norm's output.
-    outputs = tokens * hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
-    mlp = shape.element_nbytes * tokens * 4 * int(spec.hf_config.intermediate_size)
-    return norms + outputs + mlp + _query_key_norms(spec, shape)
+    norms += tokens * hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
+    mlp = shape.element_nbytes * tokens * 4 * inner
+    if "norms" in shape.stored_layers:
+        norms = 2 * _stored(shape, hidden)
+    if "mlp" in shape.stored_layers:
+        mlp = 2 * _stored(shape, inner)
+    return norms + mlp + _query_key_norms(spec, shape)
 
 
 def _coat_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -155,8 +174,10 @@ def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Qwen3's RMSNorms of Q and K: input in fp32, normalised input, rstd per head."""
     if spec.family != "qwen3":
         return 0
-    heads = int(spec.hf_config.num_attention_heads) + num_kv_heads(spec.hf_config)
-    channels = head_dim(spec.hf_config)
+    query_heads, kv_heads = int(spec.hf_config.num_attention_heads), num_kv_heads(spec.hf_config)
+    heads, channels = query_heads + kv_heads, head_dim(spec.hf_config)
+    if "norms" in shape.stored_layers:
+        return _stored(shape, query_heads * channels) + _stored(shape, kv_heads * channels)
     return shape.num_tokens * heads * (channels * (_FP32 + shape.element_nbytes) + _FP32)
 
 
@@ -169,6 +190,9 @@ def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """
     config, squared, element = spec.hf_config, shape.seq_len**2, shape.element_nbytes
     heads, window = int(config.num_attention_heads), spec.layout.window(config, block)
+    if "attention" in shape.stored_layers:
+        queries, keys = (_stored(shape, number * head_dim(config)) for number in (heads, num_kv_heads(config)))
+        return 2 * queries + 2 * keys
     masked = window is not None and window <= shape.seq_len
     if getattr(config, "attn_pdrop" if spec.layout.rotary is None else "attention_dropout") > 0:
         kv_heads, softmax = heads, shape.micro_batch * heads * squared * (_FP32 + 1 + element) + squared
@@ -194,17 +218,27 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
     GPT-2: a·T·(3·C + I) for inputs and a·T·(5·C + I) for gradients. Llama and similar: the norms' outputs as they are
     saved, 8·T·C in fp32 and 10·T·C in bf16, a·T·(H·D + I) for attention's output and the MLP's product, a·T·N for
-    gradients. With COAT all of these but attention's output in FP8, T·(2·C + I), and T·N·`coat_gradient_nbytes`.
+    gradients. With COAT all of these but attention's output in FP8, T·(2·C + I), and T·N·`coat_gradient_nbytes`. With
+    AGoQ inputs that are recomputed are codes.
     """
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
+    stored = shape.stored_layers
     if spec.layout.rotary is None:
-        return element * tokens * (8 * hidden + 2 * int(config.n_inner or 4 * hidden))
+        inner = int(config.n_inner or 4 * hidden)
+        norms = 2 * _stored(shape, hidden) if "norms" in stored else 2 * element * tokens * hidden
+        mlp = _stored(shape, inner) if "mlp" in stored else element * tokens * inner
+        attention = _stored(shape, hidden) if "attention" in stored else element * tokens * hidden
+        return norms + mlp + attention + element * tokens * (5 * hidden + inner)
     inner, width = int(config.intermediate_size), int(config.num_attention_heads) * head_dim(config)
     outputs = 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + 2 * inner
     if shape.coat:
         return tokens * (2 * hidden + inner + element * width + (shape.coat_gradient_nbytes or element) * outputs)
-    norms = hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
-    return tokens * (norms + element * (width + inner + outputs))
+    norms = (
+        2 * _stored(shape, hidden) if "norms" in stored else tokens * hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
+    )
+    mlp = 2 * _stored(shape, inner) if "mlp" in stored else element * tokens * inner
+    attention = _stored(shape, width) if "attention" in stored else element * tokens * width
+    return norms + mlp + attention + element * tokens * outputs
 
 
 def deferred_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -2,16 +2,16 @@
 
 While a forward pass is recorded, every matrix product with a weight (`F.linear`, and `torch.addmm` in GPT-2's layers)
 is replaced by one whose backward computes the gradient of its input only and keeps what the gradients of weight and
-bias need. `DeferredGradients.run` computes those with the products that autograd would have used, so a backward in two
-parts is bit-equal to a whole one. Gradients of norms and embeddings are cheap and computed at once.
+bias need (`product`). `DeferredGradients.run` computes those with the products that autograd would have used, so a
+backward in two parts is bit-equal to a whole one. Gradients of norms and embeddings are cheap and computed at once.
 
 Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here I, and W.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -83,6 +83,50 @@ def sharing_weight_copies() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+class RecomputedInput(Protocol):
+    """The input of products, kept in another form until their backward."""
+
+    tensors: Sequence[torch.Tensor]
+    """What a backward needs."""
+
+    def expect(self) -> "Recomputation":
+        """Announce one more product; returns what gives it the input again."""
+
+
+class Recomputation(Protocol):
+    """Gives the products of one input that input again; holds no tensors between forward and backward."""
+
+    def rows(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The input, [..., K]."""
+
+
+def recomputed_input(x: torch.Tensor) -> RecomputedInput | None:
+    """What recomputes a tensor in the backward, where something does: its attribute `kept`."""
+    return getattr(x, "kept", None) if torch.is_grad_enabled() else None
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    transposed: bool,
+    deferred: DeferredGradients | None,
+    kept: RecomputedInput | None = None,
+) -> torch.Tensor:
+    """x·Wᵀ + b with W [out, in] (`transposed`, F.linear), or x·W + b with W [in, out] (torch.addmm).
+
+    `deferred`: where the backward leaves the gradients of weight and bias; None: it computes them. `kept`: what the
+    backward recomputes x from; None: x itself is kept.
+    """
+    recomputation = kept.expect() if kept is not None and weight.requires_grad else None
+    tensors = () if kept is None or recomputation is None else kept.tensors
+    y: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, deferred, transposed, recomputation, *tensors
+    )
+    return y
+
+
 class _Recording(TorchFunctionMode):
     """Replaces the matrix products that a model's layers call by split ones."""
 
@@ -104,11 +148,11 @@ class _Recording(TorchFunctionMode):
             if func is F.linear:
                 x, weight, bias = _linear_arguments(*args, **kwargs)
                 if isinstance(weight, nn.Parameter):
-                    return _SplitProduct.apply(x, weight, bias, self._deferred, True)  # type: ignore[no-untyped-call]
+                    return product(x, weight, bias, transposed=True, deferred=self._deferred)
             elif func is torch.addmm and not kwargs:
                 bias, x, weight = args
                 if isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
-                    return _SplitProduct.apply(x, weight, bias, self._deferred, False)  # type: ignore[no-untyped-call]
+                    return product(x, weight, bias, transposed=False, deferred=self._deferred)
         return func(*args, **kwargs)
 
 
@@ -116,8 +160,8 @@ def _linear_arguments(input: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
     return input, weight, bias
 
 
-class _SplitProduct(torch.autograd.Function):
-    """x·Wᵀ + b with W [out, in] (`transposed`, F.linear), or x·W + b with W [in, out] (torch.addmm)."""
+class _Product(torch.autograd.Function):
+    """See `product`."""
 
     @staticmethod
     def forward(
@@ -125,15 +169,18 @@ class _SplitProduct(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        deferred: DeferredGradients,
+        deferred: DeferredGradients | None,
         transposed: bool,
+        recomputation: Recomputation | None,
+        *kept: torch.Tensor,
     ) -> torch.Tensor:
         dtype = product_dtype(x)
         cast = x.to(dtype)
         # The parameters themselves are kept: recomputation under checkpointing would save a copy without .grad.
         ctx.weight, ctx.bias, ctx.deferred, ctx.transposed = weight, bias, deferred, transposed
-        ctx.dtype, ctx.input_dtype, ctx.copies = dtype, x.dtype, shared_copies()
-        ctx.save_for_backward(cast)
+        ctx.dtype, ctx.input_dtype, ctx.shape, ctx.copies = dtype, x.dtype, x.shape, shared_copies()
+        ctx.recomputation = recomputation
+        ctx.save_for_backward(*(kept or ((cast,) if weight.requires_grad else ())))
         matrix = _cast(weight, dtype, ctx.copies)
         if transposed:
             return F.linear(cast, matrix, None if bias is None else bias.to(dtype))
@@ -141,23 +188,29 @@ class _SplitProduct(torch.autograd.Function):
         return torch.addmm(bias.to(dtype), cast, matrix)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors, recomputation, dtype = ctx.saved_tensors, ctx.recomputation, ctx.dtype
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        rows, weight, bias, transposed = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.bias, ctx.transposed
+        weight, bias, transposed = ctx.weight, ctx.bias, ctx.transposed
 
         def of_parameters() -> None:
             if weight.requires_grad:
+                x = tensors[0] if recomputation is None else recomputation.rows(tensors, dtype)
+                rows = x.reshape(-1, x.shape[-1])
                 accumulate(weight, gradient.t().mm(rows) if transposed else rows.t().mm(gradient))
             if bias is not None and bias.requires_grad:
                 accumulate(bias, gradient.sum(0))
 
-        ctx.deferred.add(of_parameters)
+        if ctx.deferred is None:
+            of_parameters()
+        else:
+            ctx.deferred.add(of_parameters)
+        nothing = (None,) * (5 + (0 if recomputation is None else len(tensors)))
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
-        matrix = _cast(weight, ctx.dtype, ctx.copies)
+            return None, *nothing
+        matrix = _cast(weight, dtype, ctx.copies)
         of_input = gradient.mm(matrix if transposed else matrix.t())
-        return of_input.view(x.shape).to(ctx.input_dtype), None, None, None, None
+        return of_input.view(ctx.shape).to(ctx.input_dtype), *nothing
 
 
 def _cast(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
@@ -176,8 +229,11 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
+    """Add to a parameter's gradient, and call its `on_gradient`, if it has that, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)  # of bf16 too: converted as it is read
+    on_gradient: Callable[[torch.Tensor], None] | None = getattr(parameter, "on_gradient", None)
+    if on_gradient is not None:
+        on_gradient(parameter)

@@ -12,7 +12,7 @@ Shapes: B samples, H query heads, K key and value heads, S positions, D channels
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -134,7 +134,6 @@ def keyed_attention(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def register_attention() -> None:
-    """Register `keyed_attention` with transformers; repeating it is harmless."""
-    interface = importlib.import_module("transformers.modeling_utils").AttentionInterface
-    interface.register(ATTENTION_NAME, keyed_attention)
+def register_attention(name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
+    """Register a function like `keyed_attention` with transformers; repeating it is harmless."""
+    importlib.import_module("transformers.modeling_utils").AttentionInterface.register(name, attention)

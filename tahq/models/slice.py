@@ -34,6 +34,7 @@ from tahq.models.keyed_dropout import (
     ATTENTION_NAME,
     RandomContext,
     key_dropout,
+    keyed_attention,
     register_attention,
     window_mask,
 )
@@ -79,9 +80,8 @@ class ModelSlice(nn.Module):
         self.checkpoint_blocks = False
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
-        self._config._attn_implementation = ATTENTION_NAME
         self._rotary: nn.Module | None = None
-        register_attention()
+        self.attend_by(ATTENTION_NAME, keyed_attention)
         with torch.device("meta"):
             self._add_modules()
         key_dropout(self, random)
@@ -100,6 +100,11 @@ class ModelSlice(nn.Module):
             with recording(self.deferred):
                 hidden = self.lm_head(self._part(self.spec.layout.final_norm)(hidden))
         return hidden
+
+    def attend_by(self, name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
+        """Make the blocks compute attention by a function like `keyed_attention`."""
+        register_attention(name, attention)
+        self._config._attn_implementation = name
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the whole Hugging Face model, in its order."""

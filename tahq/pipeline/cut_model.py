@@ -21,9 +21,10 @@ from torch.nn import Parameter
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import StepBatch
 from tahq.errors import ConfigError
+from tahq.memory.agoq.stored_gradients import scale_gradients
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
-from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, scale_gradients, summed_cross_entropy
+from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, summed_cross_entropy
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 

@@ -20,13 +20,14 @@ import torch
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
+from tahq.memory.agoq.stored_gradients import scale_gradients
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.boundary import Boundary
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
-from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, scale_gradients, summed_cross_entropy
+from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, summed_cross_entropy
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.spans import Stopwatch
 

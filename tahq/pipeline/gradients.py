@@ -6,12 +6,12 @@ The loss of a micro-batch is a sum. Each parameter's squared norm is taken alone
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from tahq.comm.link.frame import Direction, Purpose
+from tahq.memory.agoq.stored_gradients import HoldsGradient, gradient_of, replace_gradient
 from tahq.pipeline.boundary import Boundary
 
 IGNORED_LABEL = -100
@@ -50,20 +50,6 @@ NORM_ELEMENTS = 2**24
 """Elements of a gradient that are squared at a time, so that their fp64 copy stays small."""
 
 
-class HoldsGradient(Protocol):
-    """A parameter, or a low-rank weight, whose gradient is a projection and has another shape."""
-
-    grad: torch.Tensor | None
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the weight."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of weight and gradient."""
-
-
 def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
     """‖g‖² of each gradient in fp64, in order, 0.0 without a gradient; one device round trip.
 
@@ -75,19 +61,11 @@ def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
 
 def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     """‖g‖² in fp64, on the gradient's device."""
-    if holder.grad is None:
+    gradient = gradient_of(holder)
+    if gradient is None:
         return torch.zeros((), dtype=torch.float64, device=holder.device)
-    parts = (part.double() for part in torch.split(holder.grad.detach().flatten(), NORM_ELEMENTS))
+    parts = (part.double() for part in torch.split(gradient.detach().flatten(), NORM_ELEMENTS))
     return torch.stack([torch.dot(part, part) for part in parts]).sum()
-
-
-def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
-    """Multiply every gradient in place; does nothing if the factor is 1."""
-    if factor == 1.0:
-        return
-    gradients = [holder.grad for holder in holders if holder.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)  # one kernel launch for many tensors
 
 
 class TiedEmbedding:
@@ -118,7 +96,7 @@ class TiedEmbedding:
         total = embedding + head
         for holder in (self._embedding, self.uncounted):
             if holder is not None:
-                holder.grad = total.clone()
+                replace_gradient(holder, total.clone())
 
     def _swap(self, step: int, mine: torch.Tensor, direction: Direction) -> torch.Tensor:
         if self._boundary is None:
@@ -132,4 +110,5 @@ class TiedEmbedding:
 def _gradient(holder: HoldsGradient | None) -> torch.Tensor | None:
     if holder is None:
         return None
-    return torch.zeros(holder.shape, device=holder.device) if holder.grad is None else holder.grad
+    gradient = gradient_of(holder)
+    return torch.zeros(holder.shape, device=holder.device) if gradient is None else gradient

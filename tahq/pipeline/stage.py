@@ -20,6 +20,7 @@ from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError, ScheduleError
+from tahq.memory.agoq.stored_gradients import HoldsGradient
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
@@ -27,7 +28,7 @@ from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durabl
 from tahq.pipeline.codec_lanes import InlineLanes, ThreadedLanes
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
-from tahq.pipeline.gradients import HoldsGradient, TiedEmbedding
+from tahq.pipeline.gradients import TiedEmbedding
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import CudaMarks, Stopwatch
@@ -54,6 +55,7 @@ class StagePlan:
     pipeline: PipelineConfig
     wire: WireConfig
     tie: bool
+    stores_gradients: bool = False  # `memory.gradients: fp8`
 
 
 class Stage:
@@ -98,7 +100,10 @@ class Stage:
             training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         )
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
-        self.update = StageUpdate(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale)
+        self.update = StageUpdate(
+            *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
+            stores_gradients=plan.stores_gradients,
+        )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends: list[CodecEnd] = []
         for chunk in chunks.values():

@@ -11,9 +11,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn import Parameter
 
+from tahq.memory.agoq.stored_gradients import (
+    HoldsGradient,
+    drop_gradient,
+    scale_gradients,
+    store_gradient,
+    with_gradients,
+)
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.gradients import HoldsGradient, TiedEmbedding, scale_gradients, squared_norm, squared_norms
+from tahq.pipeline.gradients import TiedEmbedding, squared_norm, squared_norms
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 WSD_DECAY_SHARE = 10
@@ -77,6 +84,7 @@ class StageUpdate:
         tied: names the second copy of a tied weight, which is left out of the norm.
         low_rank: weights that are trained in a subspace, by canonical name.
         gradient_scale: the factor that gradients carry in the backward; None: never fuse.
+        stores_gradients: keep gradients in 8 bits (`memory.gradients: fp8`), unless the update is fused.
     """
 
     def __init__(
@@ -88,6 +96,8 @@ class StageUpdate:
         tied: TiedEmbedding | None = None,
         low_rank: Mapping[str, LowRankWeight] | None = None,
         gradient_scale: float | None = None,
+        *,
+        stores_gradients: bool = False,
     ) -> None:
         self._config = config
         self._parameters = dict(parameters)
@@ -113,6 +123,9 @@ class StageUpdate:
                 parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
             for weight in self._low_rank.values():
                 weight.on_gradient = self._step_alone
+        elif stores_gradients:
+            for holder in self._gradient_holders():
+                store_gradient(holder)
 
     def begin(self, step: int) -> None:
         """Gradients from now on belong to this step."""
@@ -131,14 +144,17 @@ class StageUpdate:
         """Clip by the global factor and take the optimizer's step."""
         scale_gradients(self._gradient_holders(), clip_factor)
         lr = self._set_rate(step)
-        self.optimizer.step()
-        for weight in self._low_rank.values():
-            weight.apply(step, lr, self._config.weight_decay)
+        for _ in with_gradients(self._parameters.values()):
+            self.optimizer.step()
+        for part in with_gradients(self._low_rank.values()):
+            for weight in part:
+                weight.apply(step, lr, self._config.weight_decay)
         self.discard()
 
     def discard(self) -> None:
         """Drop the gradients, after a step or instead of a skipped one."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            drop_gradient(parameter)
         for weight in self._low_rank.values():
             weight.discard()
 

@@ -22,6 +22,7 @@ from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
+from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
@@ -108,11 +109,14 @@ def chunk_module(
     `weights` False leaves them uninitialised, for a checkpoint to fill; `filled` as of `build_slice`.
     """
     blocks = block_ranges(config, spec)[chunk]
+    stage = chunk % config.pipeline.stages
     if config.model.sleep is not None:
-        whole_s = config.model.sleep.of(chunk % config.pipeline.stages)
+        whole_s = config.model.sleep.of(stage)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    return _slice(config, spec, blocks, device, random, weights, filled)
+    module = _slice(config, spec, blocks, device, random, weights, filled)
+    keep_as_configured(config, module, stage)
+    return module
 
 
 def _slice(
@@ -126,13 +130,11 @@ def _slice(
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
     build = build_slice if settings is None else partial(build_low_rank_slice, settings=settings)
-    module = build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
-    keep_as_configured(config, module)
-    return module
+    return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 
-def keep_as_configured(config: ClusterConfig, module: ModelSlice) -> None:
-    """Make a slice keep the activations that `training.activation_checkpointing` and `memory.activations` say.
+def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int) -> None:
+    """Make a stage's slice keep the activations that `training.activation_checkpointing` and `memory.activations` say.
 
     Raises:
         ModelError: `memory.activations` has no code for the model's blocks.
@@ -140,6 +142,8 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice) -> None:
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
+    elif config.memory.activations == "agoq":
+        store_inputs(module, config.memory.agoq, config.memory.agoq.bits_of(stage))
 
 
 # -- the stage ---------------------------------------------------------------------------------------
@@ -254,6 +258,7 @@ class Assembly:
                 training=config.training,
                 pipeline=config.pipeline,
                 wire=config.wire,
+                stores_gradients=config.memory.gradients == "fp8",
                 tie=config.model.tie == "sync",
             ),
             self.modules,

@@ -302,7 +302,7 @@ class ComputeMeasurement:
             Exception: torch's, where it does not fit (`is_out_of_memory`).
         """
         # the most that a block keeps, or its fp32 input where blocks are computed again
-        shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16)
+        shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16, stage=self._stage)
         activations = 4 * shape.num_tokens * self._spec.hidden_size
         if self._config.training.activation_checkpointing != "block":
             activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
@@ -342,7 +342,7 @@ class ComputeMeasurement:
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
         model = build_slice(self._spec, parts, seed=0, device=self._device, random=RandomContext(0), weights=False)
-        keep_as_configured(self._config, model)
+        keep_as_configured(self._config, model, self._stage)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)

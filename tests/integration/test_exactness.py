@@ -112,6 +112,22 @@ def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp
     assert run.losses != without.losses
 
 
+AGOQ = {"activations": {"kind": "agoq", "bits": 4}, "gradients": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline"),
+    [("gpt2", {"stages": 2, "schedule": "zero-bubble"}), ("qwen3", {"stages": 3, "schedule": "1f1b"})],
+    ids=str,
+)
+def test_stored_activations_and_gradients_give_the_plain_loop(tmp_path, family, pipeline):
+    # clipping would multiply scales here and decoded gradients there
+    config = tiny(model={"family": family}, memory=AGOQ, training={"clip_norm": None}, pipeline=pipeline)
+    expected = plain(config)
+    assert_equal_to_the_bit(launch(tmp_path, config), expected)
+    assert expected.losses != plain(config | {"memory": {}}).losses
+
+
 def test_how_links_are_used_changes_nothing(tmp_path, uncut):
     links = {"first": "gradients", "connections": 3, "cap_up": "50mbit", "cap_down": "60%", "rate": "100mbit"}
     assert_equal_to_the_bit(launch(tmp_path, tiny(pipeline={"stages": 3}, links=links)), uncut)

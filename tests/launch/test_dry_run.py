@@ -60,6 +60,11 @@ def test_text_of_an_example_is_the_golden_one(golden, load_text, monkeypatch, ca
     golden(f"dry_run/{case.replace(' ', '_')}.txt", f"{text}\n")
 
 
+def test_bits_of_stored_activations_are_listed_by_stage():
+    text = dry_run(load("memory.activations=agoq", "pipeline.schedule=1f1b"))
+    assert "  stored activations in 4 5 8 8 bits, by stage (memory.agoq.bits)\n" in text
+
+
 def test_memory_that_this_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr("tahq_launch.plan.dry_run.installed_nbytes", lambda device: 10**6)
     assert "or more; it has 1 MB" in dry_run(load())

@@ -274,6 +274,30 @@ def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(
     assert max(needs(found.config, stage) for stage in range(stages)) <= limit * 1.001
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(1.05, "fp32"), (0.9, "fp8")])
+def test_gradients_are_kept_in_8_bits_only_where_fp32_fits_no_host(planned, share, chosen):
+    values = OPEN | {"training": {"steps": 1, "global_batch": 4, "micro_batch": 1}, "pipeline": {"in_flight": 1}}
+    values["model"] = {**OPEN["model"], "hidden_size": 256}
+    least = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
+    limit = share * max(needs(least, stage) for stage in range(4))
+    found = planned(values, memory=int(limit / 0.9))
+    assert found.config.memory.gradients == chosen
+    assert any("gradients in 8 bits" in line for line in found.lines) == (chosen == "fp8")
+    assert max(needs(found.config, stage) for stage in range(4)) <= limit * 1.001
+    pinned = planned(values | {"memory": {"gradients": "fp8"}}, memory=None)
+    assert pinned.config.memory.gradients == "fp8"
+
+
+def test_bits_of_stored_activations_follow_the_planned_depths_and_are_kept(planned):
+    values = OPEN | {"memory": {"activations": "agoq"}, "links": {"rate": "100mbit", "delay": "20ms"}}
+    found = planned(values)
+    bits = found.config.memory.agoq.bits
+    assert bits[0] == 4 < bits[-1]
+    assert f"  stored activations in {' '.join(map(str, bits))} bits, by stage (memory.agoq.bits)" in found.lines
+    again = continued_config(found.config.model_dump(mode="json"), load_config_of(values))
+    assert again.memory.agoq.bits == bits
+
+
 def needs(config, stage):
     return stage_estimate(config, resolved_spec(config, None), stage, bf16=False).total
 

@@ -1,5 +1,6 @@
 """The counted bytes against those that autograd saves."""
 
+from dataclasses import replace
 from types import FunctionType
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from support.small_slices import MICRO_BATCH, SEQ_LEN, VOCAB, make_slice, make_spec, saved_storages
 from torch import nn
 
-from tahq.memory.coat.fp8_codes import OutputGradient, TensorCodes, WeightCodes
-from tahq.memory.config import CoatConfig
+from tahq.memory.agoq.stored_inputs import store_inputs
+from tahq.memory.coat.fp8_codes import OutputGradient, WeightCodes
+from tahq.memory.config import AgoqConfig, CoatConfig
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import (
@@ -18,7 +20,7 @@ from tahq.memory.saved_tensors import (
     deferred_by_slice,
     saved_by_slice,
 )
-from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
+from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -47,12 +49,13 @@ def measured_nbytes(
     module = module or make_slice(spec, blocks=blocks)
     with sharing_weight_copies():
         first, second = (saved_storages(lambda: run_forward(module, blocks, bf16=bf16)) for _ in range(2))
+        copies = sum(copy.nbytes for copy in (shared_copies() or {}).values())
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     own, shared = (
         sum(second[at].untyped_storage().nbytes() for at in every - parameters)
         for every in (second.keys() - first.keys(), second.keys() & first.keys())
     )
-    return own, shared
+    return own, shared + copies
 
 
 def counted_copies(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
@@ -111,15 +114,48 @@ def test_count_covers_fp8_flow(family, keys, bf16, blocks):
     check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True), module)
 
 
+def agoq_shape(bf16: bool, config: AgoqConfig) -> MicroBatchShape:
+    return MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, stored_bits=config.bits_of(0), stored_layers=config.stored)
+
+
 @every_type
+@pytest.mark.parametrize("stored", [("norms", "mlp"), ("norms",), ("mlp",), ("norms", "mlp", "attention")], ids=str)
+@pytest.mark.parametrize(
+    ("family", "keys", "bits", "blocks"),
+    [
+        ("gpt2", {}, 4, BlockRange(0, 3, 3)),
+        ("gpt2", {"dropout": 0.1, "overrides": {"activation_function": "gelu_pytorch_tanh"}}, 5, BlockRange(0, 1, 3)),
+        ("llama", {}, 4, BlockRange(1, 3, 3)),
+        (
+            "llama",
+            {"dropout": 0.1, "hidden_size": 72, "num_heads": 6, "intermediate_size": 100},
+            6,
+            BlockRange(0, 1, 3),
+        ),
+        ("qwen2", {}, 8, BlockRange(0, 3, 3)),
+        ("qwen3", {}, 4, BlockRange(1, 3, 3)),
+        ("mistral", {"overrides": {"sliding_window": 16}}, 5, BlockRange(0, 2, 3)),
+    ],
+    ids=str,
+)
+def test_count_covers_stored_inputs(family, keys, bits, blocks, stored, bf16):
+    spec, config = make_spec(family, **keys), AgoqConfig(bits=bits, stored=stored)
+    check_count(spec, blocks, agoq_shape(bf16, config), make_slice(spec, config, blocks=blocks))
+
+
+@every_type
+@pytest.mark.parametrize("agoq", [False, True])
 @pytest.mark.parametrize(("family", "ends"), [("gpt2", "bf16"), ("llama", "fp32"), ("qwen3", "int8")])
-def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, ends):
+def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, agoq, ends):
     spec, blocks = make_spec(family), BlockRange(0, 3, 3)
     module = build_low_rank_slice(
         spec, blocks, LowRankSettings(ends=ends), seed=0, device=torch.device("cpu"), random=RandomContext(0)
     )
-    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False, copies_head=ends == "fp32")
-    check_count(spec, blocks, shape, module)
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16)
+    if agoq:
+        store_inputs(module, AgoqConfig(), 4)
+        shape = agoq_shape(bf16, AgoqConfig())
+    check_count(spec, blocks, replace(shape, copies_weights=False, copies_head=ends == "fp32"), module)
 
 
 @pytest.mark.parametrize(("split", "num_copies"), [(False, 2), (True, 0)], ids=["whole", "split"])
@@ -153,7 +189,7 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
             waiting += [cell.cell_contents for cell in each.__closure__ or ()]
         elif isinstance(each, OutputGradient):
             waiting += [each.plain, each.codes, each.of_bias]
-        elif isinstance(each, TensorCodes):
+        elif isinstance(each, tuple):
             waiting += each
     return sum(nbytes for at, nbytes in found.items() if at not in own)
 
@@ -165,19 +201,27 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
     ids=["first, kept", "last, computed again"],
 )
 @pytest.mark.parametrize(
-    ("family", "coat"),
-    [("gpt2", None), ("llama", None), ("qwen3", None), ("llama", "e5m2"), ("llama", "bf16")],
-    ids=["gpt2", "llama", "qwen3", "coat", "coat with products in bf16"],
+    ("family", "memory"),
+    [
+        *((family, None) for family in ("gpt2", "llama", "qwen3")),
+        *(("llama", CoatConfig(backward_products=products)) for products in ("e5m2", "bf16")),
+        *((family, AgoqConfig()) for family in ("gpt2", "llama", "qwen3")),
+        ("mistral", AgoqConfig(bits=5, stored=("attention",))),
+        ("llama", AgoqConfig(bits=6, stored=("mlp",))),
+    ],
+    ids=lambda each: each if isinstance(each, str) else str(each and each.model_dump()),
 )
-def test_count_equals_what_deferred_weight_gradients_hold(family, coat, checkpoint_blocks, bf16, blocks):
+def test_count_equals_what_deferred_weight_gradients_hold(family, memory, checkpoint_blocks, bf16, blocks):
     spec = make_spec(family)
-    module = make_slice(spec, coat and CoatConfig(backward_products=coat), blocks=blocks)
+    module = make_slice(spec, memory, blocks=blocks)
     module.checkpoint_blocks = checkpoint_blocks
     module.deferred = deferred = DeferredGradients()
     _, y = run_forward(module, blocks, bf16=bf16)
     y.backward(None if blocks.last else torch.ones_like(y))
-    # a CPU keeps FP8 codes in one layout only
-    shape = MicroBatchShape(
-        MICRO_BATCH, SEQ_LEN, bf16, coat=coat is not None, coat_gradient_nbytes=1 if coat == "e5m2" else 0
-    )
+    if isinstance(memory, AgoqConfig):
+        shape = agoq_shape(bf16, memory)
+    else:
+        # a CPU keeps FP8 codes in one layout only
+        nbytes = 1 if memory is not None and memory.backward_products == "e5m2" else 0
+        shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=memory is not None, coat_gradient_nbytes=nbytes)
     assert deferred_by_slice(spec, blocks, shape) == pytest.approx(deferred_nbytes(deferred, module), rel=TOLERANCE)

@@ -8,10 +8,10 @@ from safetensors import safe_open
 from torch.nn import Parameter
 
 from tahq.data.batches import StepBatch
+from tahq.memory.agoq.stored_gradients import scale_gradients
 from tahq.pipeline.gradients import (
     IGNORED_LABEL,
     TiedEmbedding,
-    scale_gradients,
     squared_norms,
     summed_cross_entropy,
 )

@@ -19,8 +19,8 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-GALORE_AND_COAT = "../memory/test_affine_triton.py ../memory/test_fp8_adamw_triton.py ../memory/test_fp8_flow_triton.py"
-SHARED = ("test_codecs_triton.py", GALORE_AND_COAT)
+MEMORY = " ".join(f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "stored"))
+SHARED = ("test_codecs_triton.py", MEMORY)
 """Files of which a part is quick."""
 CASES = [
     *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py")),

@@ -17,7 +17,9 @@ from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
+from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
@@ -66,6 +68,9 @@ class PlainModel:
         if config.memory.activations == "coat":
             for part in self.slices:
                 use_fp8_flow(part, config.memory.coat)
+        if config.memory.activations == "agoq":
+            for part in self.slices:
+                store_inputs(part, config.memory.agoq, config.memory.agoq.bits_of(0))
         wire = config.wire
         self.cuts = [(get_codec(wire.activations), get_codec(wire.gradients)) for _ in self.slices[1:]]
 
@@ -130,6 +135,14 @@ def _accumulate(model: PlainModel, batch, step: int) -> float:
         tokens, labels = batch.micro_batch(index)
         logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(index).tolist())
         total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        before = {p: p.grad for p in model.parameters().values()}
+        for parameter in before:
+            parameter.grad = None if model.config.memory.gradients == "fp8" else parameter.grad
         (total / batch.num_tokens).backward()
+        if model.config.memory.gradients == "fp8":
+            for parameter, past in before.items():
+                gradient = parameter.grad if past is None else parameter.grad + past
+                coded = quantize_blocks(gradient, 8, torch.float32)
+                parameter.grad = dequantize_blocks(coded, gradient.shape)
         sums.append(float(total.detach()))
     return math.fsum(sums) / batch.num_tokens

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from support.samples import normal
+from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
-from tahq.memory.config import CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
@@ -26,12 +27,18 @@ def make_spec(family: str, **keys) -> ModelSpec:
 
 
 def make_slice(
-    spec: ModelSpec, coat: CoatConfig | None = None, *, blocks: BlockRange = MIDDLE, device: torch.device | str = "cpu"
+    spec: ModelSpec,
+    memory: CoatConfig | AgoqConfig | None = None,
+    *,
+    blocks: BlockRange = MIDDLE,
+    device: torch.device | str = "cpu",
 ) -> ModelSlice:
-    """A slice as transformers computes it, or with COAT's FP8 flow where `coat` is given."""
+    """A slice as transformers computes it, or with COAT's FP8 flow or AGoQ's stored activations."""
     module = build_slice(spec, blocks, seed=0, device=device, random=RandomContext(0)).train()
-    if coat is not None:
-        use_fp8_flow(module, coat)
+    if isinstance(memory, CoatConfig):
+        use_fp8_flow(module, memory)
+    elif memory is not None:
+        store_inputs(module, memory, memory.bits_of(0))
     return module
 
 

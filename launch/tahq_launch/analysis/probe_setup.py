@@ -37,8 +37,7 @@ from tahq.worker.assembly import (
     keep_as_configured,
     resolved_spec,
 )
-from tahq_launch.start.prepared_run import continued_config
-from tahq_launch.start.resolution import resolve_for_run
+from tahq_launch.start.prepared_run import continued_config, resolved_run
 from tahq_launch.start.run_folder import RunFolder
 
 RAW = "raw:dtype=fp32"
@@ -156,11 +155,11 @@ def default_wires(config: ClusterConfig) -> tuple[ProbedWire, ...]:
 def _start(request: ProbeRequest) -> _Start:
     given = load_config(request.config_path, request.overrides)
     if not request.resume:
-        return _Start(resolve_for_run(given))
+        return _Start(resolved_run(given))
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=True)
     snapshot, manifest = read_latest(folder.snapshots)
-    config = resolve_for_run(continued_config(manifest.config, given))
+    config = resolved_run(continued_config(manifest.config, given))
     compare_configs(manifest.config, config.model_dump(mode="json")).check()
     reader = SnapshotReader(snapshot, manifest.sha256)
     first = next(file for file in sorted(manifest.sha256) if file.startswith("stage-000"))
@@ -173,8 +172,8 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
         build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights)
         for blocks in block_ranges(config, spec)
     ]
-    for part in slices:
-        keep_as_configured(config, part)
+    for chunk, part in enumerate(slices):
+        keep_as_configured(config, part, chunk % config.pipeline.stages)
     return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device))
 
 

@@ -15,7 +15,7 @@ import torch
 from tahq.comm.link.frame import Direction
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import chunks_of, stage_estimate
+from tahq.config.stage_estimate import chunks_of, stage_estimate, with_memory_choices
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -50,11 +50,11 @@ class _DryRun:
     """The parts of the text, and the values that several of them need."""
 
     def __init__(self, config: ClusterConfig, progress: Callable[[float], None]) -> None:
-        self.config = config
         vocab_size = config.model.vocab_size or 1
         if config.model.path is None and config.model.vocab_size is None:
             vocab_size = load_tokenizer(config.data).vocab_size
         self.spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
+        self.config = config = with_memory_choices(config, self.spec)
         self.ranges = block_ranges(config, self.spec)
         self.schedule = config.pipeline.actions(config.training.num_micro_batches)
         self.stages = range(self.schedule.num_stages)
@@ -112,6 +112,9 @@ class _DryRun:
             "Peak memory (estimated from sizes; Python, torch, data and fragmentation add to it)",
             plain_table(["stage", "in flight", *self.memory[0].kinds(), "total"], rows),
         ]
+        if self.config.memory.activations == "agoq":
+            bits = " ".join(str(self.config.memory.agoq.bits_of(stage)) for stage in self.stages)
+            lines.append(f"  stored activations in {bits} bits, by stage (memory.agoq.bits)")
         if self.config.run.snapshot_every is not None:
             lines.append(self._checkpoint_buffers())
         return "\n".join([*lines, *self._too_large()])

@@ -5,6 +5,7 @@ planner chooses what cluster.yaml leaves open: hosts and their order, layers, mi
 the run begins with. The result is a configuration in which all of it is set.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ import torch
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
+from tahq.config.stage_estimate import with_memory_choices
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
@@ -160,14 +162,15 @@ def first_plan(
         config = _bound_to(config, address) if by_hand else config
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
-    problem = _problem(given, config, spec, cluster, may_reorder=config.hosts != "local" and not by_hand)
+    may_reorder = config.hosts != "local" and not by_hand
     try:
-        planned = plan(problem, progress=progress_of("planning"))
+        config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
     except NothingFitsError as error:
-        shallow = _shallow(config, min(sizes), f"the planner found nothing that fits: {error}")
+        least = _with_gradients(config, _gradients(given)[-1])
+        shallow = _shallow(least, min(sizes), f"the planner found nothing that fits: {error}")
         return replace(shallow, joins_again=joins_again)
     return replace(
-        _chosen(given, config, planned, origin),
+        _chosen(given, config, spec, planned, origin),
         compute_s=_compute_s(planned),
         cached=path if given.links.measured is None else None,
         joins_again=joins_again,
@@ -346,7 +349,7 @@ def _problem(
     sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
     sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
     codecs = _codecs(given)
-    is_listed = isinstance(given.pipeline.in_flight, list)
+    is_listed = isinstance(given.pipeline.in_flight, list) or isinstance(given.memory.agoq.bits, list)
     may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
     return replace(
         problem,
@@ -357,6 +360,35 @@ def _problem(
         in_order=not may_reorder,
         firsts=problem.firsts if not _is_set(given.links, "first") else (config.links.first,),
     )
+
+
+def _planned(
+    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
+) -> tuple[ClusterConfig, Planned]:
+    """The plan, and the configuration with what gradients are kept as: in 8 bits only where fp32 fits no host.
+
+    Raises:
+        NothingFitsError: neither fits.
+    """
+    *before, last = [_with_gradients(config, gradients) for gradients in _gradients(given)]
+    for each in before:
+        with contextlib.suppress(NothingFitsError):
+            problem = _problem(given, each, spec, cluster, may_reorder=may_reorder)
+            return each, plan(problem, progress=progress_of("planning"))
+    problem = _problem(given, last, spec, cluster, may_reorder=may_reorder)
+    return last, plan(problem, progress=progress_of("planning"))
+
+
+def _gradients(given: ClusterConfig) -> list[str]:
+    """What gradients may be kept as, the first choice first."""
+    if given.memory.gradients != "auto":
+        return [given.memory.gradients]
+    return ["fp32"] if given.training.is_fused else ["fp32", "fp8"]
+
+
+def _with_gradients(config: ClusterConfig, gradients: str) -> ClusterConfig:
+    memory = config.memory.model_copy(update={"gradients": gradients})
+    return config.model_copy(update={"memory": memory})
 
 
 def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
@@ -378,7 +410,7 @@ def _validated(values: dict[str, Any]) -> ClusterConfig:
     return validated(ClusterConfig, values, Origins("the planned configuration"))
 
 
-def _chosen(given: ClusterConfig, config: ClusterConfig, planned: Planned, origin: str) -> FirstPlan:
+def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planned: Planned, origin: str) -> FirstPlan:
     best, table = planned.best.plan, planned.table
     done, notes = planned_config(config, table, best)
     values = done.model_dump(mode="json")
@@ -388,7 +420,8 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, planned: Planned, origi
     if given.pipeline.schedule == "auto":
         first = {"schedule": best.schedule, "in_flight": depths}
         values["pipeline"] |= {"schedule": "auto", "in_flight": given.pipeline.in_flight, "first": first}
-    final = _validated(values)
+    spare = table.memory[list(best.hosts)] - np.array(planned.best.memory_nbytes)
+    final = with_memory_choices(_validated(values), spec, spare.tolist())
     return FirstPlan(final, tuple(_lines(given, final, planned, origin, notes)))
 
 
@@ -417,6 +450,11 @@ def _lines(
     yield from _schedule_line(given, planned)
     if chosen.first != given.links.first:
         yield f"  {chosen.first} go first on an uplink (links.first)"
+    if given.memory.gradients != final.memory.gradients == "fp8":
+        yield "  gradients in 8 bits: in fp32 no plan fits (memory.gradients)"
+    if given.memory.agoq != final.memory.agoq:
+        bits = " ".join(str(final.memory.agoq.bits_of(stage)) for stage in range(chosen.num_stages))
+        yield f"  stored activations in {bits} bits, by stage (memory.agoq.bits)"
     if problem.has_choice_of_codecs and chosen.activations:
         codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"

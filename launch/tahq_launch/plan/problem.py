@@ -118,7 +118,12 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bo
     else:
         middle = BlockRange(1, 2, layers)
         block, weights = _state_nbytes(config, spec, middle), _weights_nbytes(spec, middle)
-        ends = (_state_nbytes(config, spec, first) - block, _state_nbytes(config, spec, last) - block)
+        gradient = _largest_gradient(config, spec, middle)
+        first_end, last_end = (
+            _state_nbytes(config, spec, end) - block + _largest_gradient(config, spec, end) - gradient
+            for end in (first, last)
+        )
+        ends = first_end, last_end
     return ModelNumbers(
         num_layers=layers,
         hidden_size=spec.hidden_size,
@@ -149,6 +154,7 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
+        stores_gradients=config.memory.gradients == "fp8",
     )
     memory = stage_memory(spec, blocks, numbers)
     return float(memory.weights + memory.gradients + memory.optimizer)
@@ -179,15 +185,23 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     matrix = 2 * shape.element_nbytes  # decoded, and its gradient
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
     heads = copied_by_head(spec, shape) if recomputes and not splits_backward else 0  # see `stage_memory`
+    some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
+    gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     return HeldBytes(
         block=max(tensor if recomputes else saved, deferred[0]),
         first=saved_by_embedding(spec, shape),
         last=max(saved_by_head(spec, shape), deferred[1]) + heads,
         stage=rotary_tables(spec, shape),
         tensor=tensor,
-        workspace=element * shape.num_tokens * spec.vocab_size + matrix * head,
-        again=(saved + copied_by_block(spec, shape) if recomputes else 0) + matrix * largest,
+        workspace=element * shape.num_tokens * spec.vocab_size + matrix * head + gradient,
+        again=(saved + copied_by_block(spec, shape) if recomputes else 0) + matrix * largest + gradient,
     )
+
+
+def _largest_gradient(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> int:
+    """Bytes of the largest gradient in fp32, where the others are kept in 8 bits; else 0."""
+    shapes = slice_parameters(spec, blocks).values() if config.memory.gradients == "fp8" else ()
+    return _FP32 * max(map(math.prod, shapes), default=0)
 
 
 def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | None:

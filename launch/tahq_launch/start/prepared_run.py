@@ -18,6 +18,7 @@ from typing import Any
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, config_json, dump_yaml, load_config, resolve
+from tahq.config.stage_estimate import with_memory_choices
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import StepRecord
@@ -28,6 +29,7 @@ from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.quant import CodecSpec
 from tahq.quant.quality import expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
+from tahq.worker.assembly import resolved_spec
 from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
 from tahq_launch.start.codec_choice import codec_options
@@ -126,7 +128,7 @@ def prepared_run(
     keys = make_run_keys(given, starts_workers=starts_workers)
     meanwhile(given)
     if not request.resume:
-        config, origin = resolve_for_run(given), Origin(secrets.randbits(63))
+        config, origin = resolved_run(given), Origin(secrets.randbits(63))
         codec_options(config, origin.codecs)  # finds a wrong `wire.replay` before the folder is touched
     with folder.locked() as epoch, Journal(folder.journal) as journal:
         folder.check_startable(resume=request.resume)
@@ -241,7 +243,7 @@ def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[
         problem = str(error) if folder.config.exists() else f"{folder.config} is missing"
     if kept is not None and journal.has_run:
         values = kept.model_dump(mode="json")
-        config = resolve_for_run(continued_config(values, given))
+        config = resolved_run(continued_config(values, given))
         has_changes = compare_configs(values, config.model_dump(mode="json")).changes
         origin = None if has_changes else _from_journal(journal, folder, kept)
         if origin is not None:
@@ -277,7 +279,7 @@ def _from_checkpoint(folder: RunFolder, given: ClusterConfig, problem: str) -> t
     """Resume from a checkpoint; `problem` says what is wrong with the run's config.yaml, empty: nothing."""
     chosen = choose_snapshot(folder.snapshots, all_files_here=isinstance(given.hosts, str))
     manifest = chosen.manifest
-    config = resolve_for_run(continued_config(manifest.config, given))
+    config = resolved_run(continued_config(manifest.config, given))
     report = compare_configs(manifest.config, config.model_dump(mode="json"))
     report.check()
     steps = config.training.steps  # the length of epochs is known to workers only
@@ -298,6 +300,12 @@ def _from_checkpoint(folder: RunFolder, given: ClusterConfig, problem: str) -> t
     )
 
 
+def resolved_run(config: ClusterConfig) -> ClusterConfig:
+    """As `resolve_for_run`, with each stage's bits of stored activations."""
+    config = resolve_for_run(config)
+    return with_memory_choices(config, resolved_spec(config, None))
+
+
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
     """The given configuration; keys that it leaves open are taken from the checkpoint's.
 
@@ -310,6 +318,10 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
     values = keep_model_sizes(old, resolve(with_profile(given)).model_dump(mode="json"))
     if given.pipeline.layers is None:
         _keep_division(values, old, given)
+    if given.memory.gradients == "auto":
+        values["memory"]["gradients"] = old.get("memory", {}).get("gradients", "auto")
+    if given.memory.agoq.bits == "auto" and values["pipeline"]["stages"] == old.get("pipeline", {}).get("stages"):
+        values["memory"]["agoq"] |= {"bits": old.get("memory", {}).get("agoq", {}).get("bits", "auto")}
     for name, keys in (("training", ("micro_batch",)), ("wire", ("activations", "gradients"))):
         for key in keys:
             if key not in getattr(given, name).model_fields_set and key in old.get(name, {}):

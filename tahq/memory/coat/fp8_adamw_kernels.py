@@ -32,9 +32,8 @@ import triton
 import triton.language as tl
 
 from tahq.memory.adam.kernels import NUMBERS, load_once, moved_weight, store
-from tahq.memory.coat import fp8_bits, fp8_codes
-from tahq.memory.coat.fp8_bits import exp2, look_up, product_without_subnormals, put, reciprocal_ftz
-from tahq.memory.coat.fp8_codes import E4M3, E5M2, FRACTION_BITS, has_fp8_units
+from tahq.memory.coat import fp8_codes
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, FRACTION_BITS
 from tahq.memory.coat.fp8_groups import (
     GROUP,
     LARGEST_SCALE,
@@ -46,6 +45,8 @@ from tahq.memory.coat.fp8_groups import (
     Moments,
     smallest_share,
 )
+from tahq.memory.small_floats.block_codes import has_fp8_units
+from tahq.memory.small_floats.device_bits import encode, exp2, look_up, product_without_subnormals, put, reciprocal_ftz
 from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, log2
 from tahq.quant.stream import ALIGNMENT
@@ -219,8 +220,8 @@ def _encode_exactly(
 def _codes_of_both(low, high, FRACTION: tl.constexpr):
     """Codes of `low`, uint8, and words that are not 0 where those of `high` differ; both [R, J, 32]."""
     if IS_INTERPRETED:
-        code = fp8_bits.encode(low, FRACTION, False)
-        return code, (code != fp8_bits.encode(high, FRACTION, False)).to(tl.int32)
+        code = encode(low, 7 - FRACTION, FRACTION, False)
+        return code, (code != encode(high, 7 - FRACTION, FRACTION, False)).to(tl.int32)
     ASM: tl.constexpr = _BOTH_E4M3 if FRACTION == 3 else _BOTH_E5M2
     return tl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,=r,f,f,f,f,f,f,f,f", [low, high], dtype=(tl.uint8, tl.int32), is_pure=True, pack=4

@@ -23,27 +23,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from tahq.memory.small_floats.block_codes import has_fp8_units
+
 GROUP = 16  # Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FP8_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}  # By their name in cluster.yaml
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # Δmax of each format
 FRACTION_BITS = {E4M3: 3, E5M2: 2}
-SMALLEST_SCALE = 2.0**-120
-"""Lower limit of scales, so that a scale and its reciprocal stay within fp32's normal range; zeros stay zeros."""
 
 Layouts = Literal["rows", "columns", "both"]
 """Layouts of a tensor's codes that are written: not transposed, transposed, or both."""
-
-_FIRST_WITH_FP8 = (8, 9)
-
-
-@cache
-def has_fp8_units(device: torch.device) -> bool:
-    """Whether a device has FP8 conversions and products: NVIDIA's from compute capability 8.9 on."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 class GroupCodes(NamedTuple):

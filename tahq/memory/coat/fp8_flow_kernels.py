@@ -9,7 +9,7 @@ Letters: T tokens, C channels, G groups per block, M × N the size of a tile.
 import triton
 import triton.language as tl
 
-from tahq.memory.coat.fp8_bits import (
+from tahq.memory.small_floats.device_bits import (
     code_groups,
     decode,
     encode,
@@ -73,7 +73,7 @@ def _load_grouped(codes, scales, tokens, channels, groups, M: tl.constexpr, N: t
     column = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     is_real = (row < tokens)[:, None, None] & (column < channels)[None, :, :]
     code = tl.load(codes + row.to(tl.int64)[:, None, None] * channels + column[None, :, :], mask=is_real, other=0)
-    return tl.reshape(decode(code, NATIVE) * scale[:, :, None], [M, N])
+    return tl.reshape(decode(code, 4, 3, NATIVE) * scale[:, :, None], [M, N])
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def quantize_kernel(
     row, column, is_real = _tile(tokens, channels, M, N)
     values = tl.load(x + row.to(tl.int64) * channels + column, mask=is_real, other=0.0).to(tl.float32)
     factor = reciprocal(tl.load(scale + tl.arange(0, 1)))
-    codes = encode(values * factor[:, None], MANTISSA, NATIVE)
+    codes = encode(values * factor[:, None], 7 - MANTISSA, MANTISSA, NATIVE)
     _store_tile(codes, rows, columns, row, column, is_real, tokens, channels, ROWS, COLUMNS)
 
 
@@ -132,7 +132,7 @@ def norm_output_kernel(
     inverse = tl.load(rstd + row, mask=row < tokens, other=0.0)
     factor = tl.load(weight + column, mask=column < channels, other=0.0).to(tl.float32)
     to_code = reciprocal(tl.load(scale + tl.arange(0, 1)))
-    y = encode(values * inverse * factor * to_code[:, None], 3, NATIVE)
+    y = encode(values * inverse * factor * to_code[:, None], 4, 3, NATIVE)
     _store_tile(y, rows, columns, row, column, is_real, tokens, channels, ROWS, COLUMNS)
 
 
@@ -157,7 +157,7 @@ def norm_backward_kernel(
             gradient += tl.load(third + at, mask=is_real, other=0.0).to(tl.float32)
         scale = from_bf16_bits(tl.load(scales + token * groups + group, mask=group < groups, other=0))
         inverse = tl.load(rstd + token)
-        coded = decode(tl.load(codes + at, mask=is_real, other=0), NATIVE) * scale[:, None]
+        coded = decode(tl.load(codes + at, mask=is_real, other=0), 4, 3, NATIVE) * scale[:, None]
         normalised = tl.where(is_real, coded * inverse, 0.0)
         share += gradient * normalised
         weighted = gradient * factor
@@ -213,7 +213,7 @@ def gated_output_kernel(
     opened = _load_grouped(gate_codes, gate_scales, tokens, channels, groups, M, N, NATIVE)
     raised = _load_grouped(up_codes, up_scales, tokens, channels, groups, M, N, NATIVE)
     to_code = reciprocal(tl.load(scale + tl.arange(0, 1)))
-    y = encode(opened * sigmoid(opened) * raised * to_code[:, None], 3, NATIVE)
+    y = encode(opened * sigmoid(opened) * raised * to_code[:, None], 4, 3, NATIVE)
     _store_tile(y, rows, columns, row, column, is_real, tokens, channels, ROWS, COLUMNS)
 
 
@@ -235,8 +235,8 @@ def gated_backward_kernel(
     flowing = incoming.to(tl.float32)
     gate_scale = from_bf16_bits(tl.load(gate_scales + group, mask=is_group, other=0))
     up_scale = from_bf16_bits(tl.load(up_scales + group, mask=is_group, other=0))
-    opened = decode(tl.load(gate_codes + at, mask=is_real, other=0), NATIVE) * gate_scale[:, None]
-    raised = decode(tl.load(up_codes + at, mask=is_real, other=0), NATIVE) * up_scale[:, None]
+    opened = decode(tl.load(gate_codes + at, mask=is_real, other=0), 4, 3, NATIVE) * gate_scale[:, None]
+    raised = decode(tl.load(up_codes + at, mask=is_real, other=0), 4, 3, NATIVE) * up_scale[:, None]
     to_gate = _through_gate(flowing, opened, raised)
     to_up = flowing * (opened * sigmoid(opened))
     if STORED:
@@ -265,7 +265,7 @@ def gated_gradient_kernel(
         raised = _load_grouped(up_codes, up_scales, tokens, channels, groups, M, N, NATIVE)
         values = _through_gate(flowing, opened, raised)
     to_code = reciprocal(tl.load(scale + tl.arange(0, 1)))
-    codes = encode(values * to_code[:, None], MANTISSA, NATIVE)
+    codes = encode(values * to_code[:, None], 7 - MANTISSA, MANTISSA, NATIVE)
     _store_tile(codes, rows, columns, row, column, is_real, tokens, channels, ROWS, COLUMNS)
 
 

@@ -21,12 +21,12 @@ from tahq.memory.coat.fp8_codes import (
     E4M3,
     GROUP,
     LARGEST,
-    SMALLEST_SCALE,
     GroupCodes,
     Layouts,
     NormForward,
     TensorCodes,
 )
+from tahq.memory.small_floats.block_codes import SMALLEST_SCALE
 
 
 def group_maxima(x: torch.Tensor) -> torch.Tensor:

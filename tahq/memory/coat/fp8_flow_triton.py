@@ -25,8 +25,8 @@ from tahq.memory.coat.fp8_codes import (
     Layouts,
     NormForward,
     TensorCodes,
-    has_fp8_units,
 )
+from tahq.memory.small_floats.block_codes import has_fp8_units
 from tahq.quant.gpu.launch import on_device_of
 
 _MAXIMA_BLOCK = 8192

@@ -90,7 +90,9 @@ class LowRankWeight:
         self.grad: torch.Tensor | None = None
         """Sum of the step's projected gradients so far, fp32, or None before the first."""
         self.on_gradient: Callable[[LowRankWeight], None] | None = None
-        """Called after each micro-batch's gradient, where the update does not wait for COMMIT."""
+        """Called after each micro-batch's gradient, to take a step with it or to store it."""
+        self.gradient_codes: object | None = None
+        """The sum, where it is stored in codes."""
         self.on_search: Callable[[], None] | None = None
         """Called after each search for a subspace."""
         self.settings = settings
@@ -148,7 +150,8 @@ class LowRankWeight:
     def _projected(self, gradient: torch.Tensor) -> torch.Tensor:
         if self.subspace is None:
             return gradient
-        if self.grad is None and self.subspace.is_due(self._step):
+        is_first = self.grad is None and self.gradient_codes is None
+        if is_first and self.subspace.is_due(self._step):
             self.subspace.search(gradient, derive_seed(self.settings.seed, "subspace", self.name, self._step))
             if self.on_search is not None:
                 self.on_search()
@@ -207,7 +210,7 @@ class LowRankWeight:
 
     def discard(self) -> None:
         """Forget the step's gradients and the basis found in them."""
-        self.grad = None
+        self.grad = self.gradient_codes = None
         if self.subspace is not None:
             self.subspace.drop()
 

@@ -21,7 +21,13 @@ from tahq.memory.adam.loop import states_nbytes
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.stored_weight import affine_nbytes
 from tahq.memory.galore.subspace import low_rank_shape, rank_of
-from tahq.models.deferred_gradients import DeferredGradients, current_deferral, product_dtype
+from tahq.models.deferred_gradients import (
+    DeferredGradients,
+    Recomputation,
+    current_deferral,
+    product_dtype,
+    recomputed_input,
+)
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -44,7 +50,11 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]; under autocast in its type."""
-        y: torch.Tensor = _Product.apply(x, self.bias, self.low_rank, self.is_linear, current_deferral())  # type: ignore[no-untyped-call]
+        kept = recomputed_input(x)
+        recomputation, tensors = (None, ()) if kept is None else (kept.expect(), kept.tensors)
+        y: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, self.bias, self.low_rank, self.is_linear, current_deferral(), recomputation, *tensors
+        )
         return y
 
 
@@ -59,12 +69,15 @@ class _Product(torch.autograd.Function):
         weight: LowRankWeight,
         is_linear: bool,
         deferred: DeferredGradients | None,
+        recomputation: Recomputation | None,
+        *kept: torch.Tensor,
     ) -> torch.Tensor:
         dtype = product_dtype(x)
         cast = x.to(dtype)
-        ctx.weight, ctx.is_linear, ctx.deferred = weight, is_linear, deferred
-        ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(cast)
+        ctx.weight, ctx.is_linear, ctx.deferred, ctx.recomputation = weight, is_linear, deferred, recomputation
+        ctx.dtype, ctx.input_dtype, ctx.bias_dtype = dtype, x.dtype, None if bias is None else bias.dtype
+        ctx.shape = x.shape
+        ctx.save_for_backward(*(kept or (cast,)))
         matrix = weight.storage.decoded(dtype)
         b = None if bias is None else bias.to(dtype)
         if is_linear:
@@ -75,25 +88,27 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        tensors, recomputation, dtype = ctx.saved_tensors, ctx.recomputation, ctx.dtype
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         # the input's gradient first: taking the weight's may change the weight
         of_input = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.weight.storage.decoded(gradient.dtype)
-            of_input = gradient.mm(matrix if ctx.is_linear else matrix.t()).view(x.shape).to(ctx.input_dtype)
+            of_input = gradient.mm(matrix if ctx.is_linear else matrix.t()).view(ctx.shape).to(ctx.input_dtype)
             del matrix
         of_bias = gradient.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        rows, weight, is_linear = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.is_linear
+        weight, is_linear = ctx.weight, ctx.is_linear
 
         def compute() -> None:
+            x = tensors[0] if recomputation is None else recomputation.rows(tensors, dtype)
+            rows = x.reshape(-1, x.shape[-1])
             weight.take(gradient.t().mm(rows) if is_linear else rows.t().mm(gradient))
 
         if ctx.deferred is None:
             compute()
         else:
             ctx.deferred.add(compute)
-        return of_input, of_bias, None, None, None
+        return of_input, of_bias, *(None,) * (4 + (0 if recomputation is None else len(tensors)))
 
 
 class LowRankEmbedding(nn.Module):

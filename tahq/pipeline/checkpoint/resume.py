@@ -233,6 +233,7 @@ _IS_CONSTANT = (
     "the rate is constant",
 )
 _IS_NOT_COAT = _outside("memory.activations", "coat", reason="only coat uses it")
+_IS_NOT_AGOQ = _outside("memory.activations", "agoq", reason="only agoq uses it")
 _IS_LOSSLESS = (
     lambda old, new: all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config)),
     "nothing is rounded at a cut",
@@ -302,6 +303,13 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "memory.coat.backward_products": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_COAT),
     "memory.coat.keep_weight_codes": KeyRule(Verdict.EXACT, "weights that are encoded again have the same codes"),
+    "memory.gradients": KeyRule(
+        Verdict.INEXACT,
+        "gradients are rounded differently",
+        (lambda old, new: "fp8" not in {_get(old, "memory.gradients"), _get(new, "memory.gradients")}, "both are fp32"),
+    ),
+    "memory.agoq": KeyRule(Verdict.INEXACT, "stored activations are rounded differently", _IS_NOT_AGOQ),
+    "memory.agoq.rounding": KeyRule(Verdict.EXACT, "a resumed run keeps its bits"),
     "wire": KeyRule(
         Verdict.INEXACT,
         "tensors at cuts are rounded differently",

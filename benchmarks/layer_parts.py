@@ -1,4 +1,4 @@
-"""Parts of bench_coat_layer.py: the layers that are compared, and what a layer saves, operator by operator."""
+"""Parts of bench_layer.py: the layers that are compared, and what a layer saves, operator by operator."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import CoatBlock, use_fp8_flow
-from tahq.memory.config import CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
@@ -24,7 +25,13 @@ PAPER_UNITS = {
     "TE, paper": {"RMSNorm": 2.0, "Act Func": 8.0, "RoPE": 2.0, "FlashAttn": 3.0, "Linear": 3.33},
     "COAT, paper": {"RMSNorm": 1.0, "Act Func": 4.0, "RoPE": 2.0, "FlashAttn": 3.0, "Linear": 3.33},
 }
-"""COAT Table 2."""
+"""COAT Table 2: Llama-2's proportions."""
+AGOQ_PAPER_UNITS = {
+    "BF16 in Megatron, AGoQ's paper": {"RMSNorm": 4.0, "Act Func": 12.0, "FlashAttn": 5.0, "Linear": 7.0},
+    "COAT, AGoQ's paper": {"RMSNorm": 1.0, "Act Func": 6.0, "FlashAttn": 5.0, "Linear": 4.5},
+    "AGoQ, paper": {"RMSNorm": 0.5, "Act Func": 2.0, "FlashAttn": 5.0, "Linear": 0.25},
+}
+"""AGoQ Table 1: an MLP of four times the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,7 @@ class Size:
     heads: int
     batch: int
     seq_len: int
+    kv_heads: int | None = None  # None: as many as `heads`
 
     @property
     def unit(self) -> int:
@@ -43,25 +51,29 @@ class Size:
         return 2 * self.batch * self.seq_len * self.hidden
 
     def __str__(self) -> str:
-        return f"hidden {self.hidden}, batch {self.batch}, sequence {self.seq_len}"
+        grouped = "" if self.kv_heads is None else f", {self.kv_heads} key and value heads of {self.heads}"
+        return f"hidden {self.hidden}, inner {self.inner}{grouped}, batch {self.batch}, sequence {self.seq_len}"
 
 
-def make_layer(size: Size, device: torch.device, config: CoatConfig | None, *, master: bool) -> ModelSlice:
+def make_layer(size: Size, device: torch.device, config: CoatConfig | AgoqConfig | None, *, master: bool) -> ModelSlice:
     """One block as a slice; weights in bf16, or (`master`) in fp32 for autocast.
 
     Args:
         size: of it.
         device: where.
-        config: FP8 flow; None: transformers' layer.
+        config: FP8 flow, or stored inputs in bits; None: transformers' layer.
         master: keep weights and residual stream in fp32, as tahq trains.
     """
     sizes = {"hidden_size": size.hidden, "intermediate_size": size.inner, "num_heads": size.heads, "num_layers": 3}
+    sizes["num_kv_heads"] = size.kv_heads or size.heads
     spec = load_spec(ModelConfig(family="llama", **sizes), vocab_size=100, seq_len=size.seq_len)
     module = build_slice(spec, BlockRange(1, 2, 3), seed=0, device=device, random=RandomContext(0)).train()
     if not master:
         module.to(torch.bfloat16)
-    if config is not None:
+    if isinstance(config, CoatConfig):
         use_fp8_flow(module, config)
+    elif config is not None:
+        store_inputs(module, config, config.bits_of(0))
     return module
 
 

@@ -1,13 +1,15 @@
-"""One layer with COAT's FP8 flow (§5): bytes by operator, norms with quantisation, memory and time (Tables 2, 12, 7).
+"""One layer with stored activations as torch keeps them, by AGoQ and by COAT: bytes by operator, memory and time.
 
-    python benchmarks/bench_coat_layer.py [--output benchmarks/results/coat_layer_<hardware>_<yyyymm>.md]
-    python benchmarks/bench_coat_layer.py --small       # on the CPU, in seconds: that it works, no figures
+    python benchmarks/bench_layer.py [--output benchmarks/results/layer_<hardware>_<yyyymm>.md]
+    python benchmarks/bench_layer.py --small       # on the CPU, in seconds: that it works, no figures
 
-Needs a CUDA device with FP8 units; about four minutes. Layers: transformers' own Llama layer in bf16 (`bf16`), the same
-under torch.compile (`bf16 compiled`), and tahq's FP8 flow (`coat`: in the course of a step; `coat, step begins`: with
-its weights coded anew; `coat, codes not kept`: `keep_weight_codes: false`; `coat bf16 backward`: `backward_products:
-bf16`). First with weights and residual stream in bf16, as in the paper, then as tahq trains, with both in fp32 under
-autocast, whose copies of weights are made once for all micro-batches, and listed.
+AGoQ Table 1; COAT Tables 2, 7 and 12 (norms with quantisation). Needs a CUDA device with FP8 units; about five minutes.
+Layers: transformers' own Llama layer in bf16 (`bf16`), the same under torch.compile (`bf16 compiled`), or computed
+again in the backward (`bf16 recomputed`); AGoQ's stored inputs (`agoq`: 4 bits); and COAT's FP8 flow (`coat`: in the
+course of a step; `coat, step begins`: with its weights coded anew; `coat, codes not kept`: `keep_weight_codes: false`;
+`coat bf16 backward`: `backward_products: bf16`). First with weights and residual stream in bf16, as in the papers, then
+as tahq trains, with both in fp32 under autocast, whose copies of weights are made once for all micro-batches, and
+listed.
 
 Every repetition runs all variants in turn; times are medians, ratios are of medians. Memory is the allocator's: what a
 forward leaves allocated (its output, 1 U, included), and the peak of forward and backward. Weights, their gradients,
@@ -22,11 +24,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from coat_layer_parts import OPERATORS, PAPER_UNITS, Layer, Size, compiled, make_layer, saved_by_operator
 from coat_norms import norm_times_us
 from harness import Table, main, need_gpu, say
+from layer_parts import (
+    AGOQ_PAPER_UNITS,
+    OPERATORS,
+    PAPER_UNITS,
+    Layer,
+    Size,
+    compiled,
+    make_layer,
+    saved_by_operator,
+)
 
-from tahq.memory.config import CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig
 from tahq.models.deferred_gradients import sharing_weight_copies
 
 SMALL = Size(192, 512, 3, 1, 64)
@@ -36,12 +47,18 @@ PAPER_SIZES = [
     Size(2048, 5504, 16, 4, 4096),
     Size(4096, 11008, 32, 4, 4096),
 ]
+AGOQ_SIZES = [
+    Size(4096, 16384, 32, 4, 2048),
+    Size(4096, 11008, 32, 4, 2048),
+    Size(4096, 14336, 32, 4, 2048, kv_heads=8),
+]
 NORM_SHAPES = [(4096, channels) for channels in (1024, 2048, 4096, 8192)]
 
 
 def bytes_by_operator(size: Size, device: torch.device) -> Iterator[list[str]]:
-    units: dict[str, dict[str, float]] = dict(PAPER_UNITS)
-    for name, config in (("bf16", None), ("coat", CoatConfig())):
+    units: dict[str, dict[str, float]] = dict(AGOQ_PAPER_UNITS if size.inner == 4 * size.hidden else {})
+    units |= PAPER_UNITS if size in PAPER_SIZES else {}
+    for name, config in (("bf16", None), ("coat", CoatConfig()), ("agoq", AgoqConfig())):
         for suffix, master in (("", False), (" autocast", True)):
             layer = Layer(size, device, make_layer(size, device, config, master=master), master=master)
             units[name + suffix] = {
@@ -54,13 +71,17 @@ def bytes_by_operator(size: Size, device: torch.device) -> Iterator[list[str]]:
 def variants(size: Size, device: torch.device, *, master: bool) -> dict[str, Layer]:
     """The layers to compare, warmed up, `bf16` first."""
 
-    def made(config: CoatConfig | None) -> Layer:
+    def made(config: CoatConfig | AgoqConfig | None) -> Layer:
         return Layer(size, device, make_layer(size, device, config, master=master), master=master)
 
-    layers, coat = {"bf16": made(None)}, made(CoatConfig())
+    layers, coat, again = {"bf16": made(None)}, made(CoatConfig()), made(None)
+    again.module.checkpoint_blocks = True
     if device.type == "cuda":
         layers["bf16 compiled"] = compiled(made(None))
     layers |= {
+        "bf16 recomputed": again,
+        "agoq": made(AgoqConfig(bits=4)),
+        "agoq 8 bits": made(AgoqConfig(bits=8)),
         "coat": coat,
         "coat, step begins": coat,
         "coat, codes not kept": made(CoatConfig(keep_weight_codes=False)),
@@ -80,7 +101,7 @@ def variants(size: Size, device: torch.device, *, master: bool) -> dict[str, Lay
 
 @sharing_weight_copies()
 def layer_rows(size: Size, device: torch.device, repeats: int, *, master: bool) -> list[list[str]]:
-    """COAT Table 7; weights stay the same."""
+    """COAT Table 7, with AGoQ; weights stay the same."""
     layers = variants(size, device, master=master)
     marks: dict[str, list[list[Any]]] = {name: [] for name in layers}
     for _ in range(repeats):
@@ -162,15 +183,16 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         "under Linear in the paper. `autocast`: residual stream and weights in fp32; bf16 copies of weights, which all "
         "micro-batches share, do not count."
     )
-    heading = f"Bytes kept for backward by operator, in U = {sizes[0].unit} bytes ({sizes[0]}; Table 2)"
-    yield Table(("", *OPERATORS, "total"), bytes_by_operator(sizes[0], device), caption, heading)
+    for size in [SMALL] if options.small else AGOQ_SIZES:
+        heading = f"Bytes kept for backward by operator, in U = {size.unit} bytes ({size}; AGoQ Table 1, COAT Table 2)"
+        yield Table(("", *OPERATORS, "total"), bytes_by_operator(size, device), caption, heading)
     yield norm_table([(64, 256)] if options.small else NORM_SHAPES, device, repeats)
     for size in sizes:
         for master in (False, True):
             kind = "fp32 weights and residual stream, autocast" if master else "weights and residual stream in bf16"
             columns = ("", "forward ms", "backward ms", "total", "faster", "kept MiB", "less", "peak MiB", "less")
             rows = layer_rows(size, device, repeats, master=master)
-            yield Table((*columns, "copies MiB"), rows, heading=f"A layer of {size}; {kind} (Table 7)")
+            yield Table((*columns, "copies MiB"), rows, heading=f"A layer of {size}; {kind}")
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -1,12 +1,13 @@
-"""Device functions of the FP8 kernels: FP8 codes, scales of groups, maxima that keep NaN, fast approximations.
+"""Device functions of kernels that code small floating-point numbers: codes, scales, maxima that keep NaN.
 
-Devices with FP8 conversions use them (`NATIVE`); elsewhere, and in the interpreter, the same rounding is written out.
+Devices with FP8 conversions use them (`NATIVE`); elsewhere, for other formats and in the interpreter, the same rounding
+is written out. A format has e bits of exponent (EXPONENT), m of fraction (MANTISSA), and bias 2^(e − 1) − 1.
 """
 
 import triton
 import triton.language as tl
 
-from tahq.memory.coat.fp8_codes import SMALLEST_SCALE
+from tahq.memory.small_floats.block_codes import SMALLEST_SCALE
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, magnitude_bits
 
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
@@ -54,8 +55,11 @@ def reciprocal(x):
 
 
 @triton.jit
-def encode(y, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
-    """FP8 codes, uint8, of fp32 numbers that are within a rounding of Δmax, or NaN: E4M3 (MANTISSA 3) or E5M2 (2)."""
+def encode(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes, uint8, of fp32 numbers that are within a rounding of Δmax, or NaN: E4M3, E5M2, or E2M1 to E2M3.
+
+    NATIVE: for the first two. E2M1 to E2M3 have no NaN.
+    """
     if NATIVE:
         # Four at a time, and only used together: ptxas 12.8 (Triton 3.6) merges pairs and reads a pair's register
         # before it is written.
@@ -63,9 +67,10 @@ def encode(y, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
             return tl.inline_asm_elementwise(_FOUR_E4M3, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
         return tl.inline_asm_elementwise(_FOUR_E5M2, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
     SHIFT: tl.constexpr = 23 - MANTISSA
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
-    LARGEST: tl.constexpr = 0x7E if MANTISSA == 3 else 0x7B
-    NAN: tl.constexpr = 0x7F
+    BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    NAN: tl.constexpr = (1 << (EXPONENT + MANTISSA)) - 1
+    # All ones where there is no NaN, one less in E4M3; E5M2 has an infinity too.
+    LARGEST: tl.constexpr = NAN - (0 if EXPONENT == 2 else 1 if EXPONENT == 4 else 4)
     SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
     # Added to a number below the normal ones, it leaves their spacing as that of the sum.
     ANCHOR: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
@@ -75,20 +80,25 @@ def encode(y, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
     below = (bits.to(tl.float32, bitcast=True) + ANCHOR).to(tl.int32, bitcast=True) - ANCHOR_BITS
     code = tl.minimum(tl.where(bits < SMALLEST_NORMAL, below, normal), LARGEST)
     code = tl.where(bits > INFINITY, NAN, code)
-    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
+    sign = (y.to(tl.int32, bitcast=True) >> (31 - EXPONENT - MANTISSA)) & (NAN + 1)
     return (code | sign).to(tl.uint8)
 
 
 @triton.jit
-def decode(codes, NATIVE: tl.constexpr):
-    """fp32 of E4M3 codes, uint8."""
+def decode(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
+    """fp32 of codes in E4M3 (NATIVE: for it only) or E2M1 to E2M3."""
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    LARGEST: tl.constexpr = (1 << (EXPONENT + MANTISSA)) - 1
+    # Between the exponents of fp32 and of the format, whose bias is 2^(e − 1) − 1.
+    TOO_SMALL: tl.constexpr = 2.0 ** (128 - (1 << (EXPONENT - 1)))
     wide = codes.to(tl.int32)
-    # Exponent and fraction where fp32 has them: a number 2¹²⁰ times too small, below the normal ones too.
-    number = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    number = tl.where((wide & 0x7F) == 0x7F, float("nan"), number)
-    return tl.where((wide & 0x80) != 0, -number, number)
+    magnitude = wide & LARGEST
+    # Exponent and fraction where fp32 has them: a number that much too small, below the normal ones too.
+    number = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * TOO_SMALL
+    if EXPONENT == 4:
+        number = tl.where(magnitude == LARGEST, float("nan"), number)
+    return tl.where((wide & (LARGEST + 1)) != 0, -number, number)
 
 
 @triton.jit
@@ -110,8 +120,8 @@ def code_groups(x, NATIVE: tl.constexpr):
     largest = largest_magnitude(x, 1)
     scale_bits = to_bf16_bits(scale_of(largest.to(tl.int32, bitcast=True), 1 / 448.0))
     scale = from_bf16_bits(scale_bits)
-    codes = encode(x * reciprocal(scale)[:, None], 3, NATIVE)
-    return codes, scale_bits, decode(codes, NATIVE), scale
+    codes = encode(x * reciprocal(scale)[:, None], 4, 3, NATIVE)
+    return codes, scale_bits, decode(codes, 4, 3, NATIVE), scale
 
 
 @triton.jit

@@ -1,0 +1,126 @@
+"""Gradients in 8 bits between micro-batches: AGoQ's QuanGrad (§5).
+
+A holder of a gradient (a parameter, or a low-rank weight) keeps E4M3 codes in blocks of 128 with scales in fp32, 1.03
+bytes per element. A micro-batch's gradient is added in fp32 to what the codes decode to, the sum is rounded to nearest
+and coded, and its fp32 copy is freed; so only one gradient at a time is there in fp32. The optimizer reads the decoded
+gradient, of a few holders at a time.
+
+The codes are the holder's attribute `gradient_codes`, `fold_gradient` is its `on_gradient`. Without that, all functions
+here act on `grad` alone.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks, stored_nbytes
+
+DECODED_AT_A_TIME = 1 << 24
+"""Elements of gradients that the optimizer gets in fp32 at a time, unless one holder has more."""
+
+
+class HoldsGradient(Protocol):
+    """A parameter, or a low-rank weight, whose gradient is a projection and has another shape."""
+
+    grad: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of weight and gradient."""
+
+    def numel(self) -> int:
+        """Elements of the weight."""
+
+
+Holder = TypeVar("Holder", bound=HoldsGradient)
+
+
+def store_gradient(holder: HoldsGradient) -> None:
+    """Keep a holder's gradient in codes from now on."""
+    one: Any = holder
+    one.on_gradient, one.gradient_codes = fold_gradient, None
+    if isinstance(holder, torch.Tensor):
+        holder.register_post_accumulate_grad_hook(fold_gradient)  # type: ignore[no-untyped-call]
+
+
+def is_stored(holder: HoldsGradient) -> bool:
+    """Whether a holder keeps its gradient in codes."""
+    return getattr(holder, "on_gradient", None) is fold_gradient
+
+
+@torch.no_grad()
+def fold_gradient(holder: Any) -> None:
+    """Add the gradient that has come to the codes, and free it."""
+    gradient, holder.grad = holder.grad, None
+    if gradient is None:
+        return
+    past: tuple[torch.Size, BlockCodes] | None = holder.gradient_codes
+    if gradient.is_cuda and find_spec("triton") is not None:
+        kernels = importlib.import_module("tahq.memory.agoq.stored_triton")
+        coded = kernels.accumulated(gradient, None if past is None else past[1])
+    else:
+        total = gradient.float() if past is None else gradient + dequantize_blocks(past[1], past[0])
+        coded = quantize_blocks(total, 8, torch.float32)
+    holder.gradient_codes = gradient.shape, coded
+
+
+def gradient_of(holder: HoldsGradient) -> torch.Tensor | None:
+    """The gradient, decoded where it is stored; None without one."""
+    past: tuple[torch.Size, BlockCodes] | None = getattr(holder, "gradient_codes", None)
+    return holder.grad if past is None else dequantize_blocks(past[1], past[0])
+
+
+def replace_gradient(holder: HoldsGradient, gradient: torch.Tensor) -> None:
+    """Put another gradient in the place of a holder's."""
+    drop_gradient(holder)
+    holder.grad = gradient
+    if is_stored(holder):
+        fold_gradient(holder)
+
+
+def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
+    """Multiply every gradient in place, of stored ones the scales; does nothing if the factor is 1."""
+    if factor == 1.0:
+        return
+    codes = [holder.gradient_codes for holder in holders if is_stored(holder)]  # type: ignore[attr-defined]
+    plain = [holder.grad for holder in holders if holder.grad is not None]
+    tensors = [*plain, *(past[1].scales for past in codes if past is not None)]
+    if tensors:
+        torch._foreach_mul_(tensors, factor)  # one kernel launch for many tensors
+
+
+def drop_gradient(holder: HoldsGradient) -> None:
+    """Forget a holder's gradient."""
+    holder.grad = None
+    if is_stored(holder):
+        holder.gradient_codes = None  # type: ignore[attr-defined]
+
+
+def with_gradients(holders: Iterable[Holder]) -> Iterator[list[Holder]]:
+    """Holders in parts, each while its gradients, and no others, are there in fp32; unstored ones all in one part."""
+    parts: list[list[Holder]] = [[]]
+    for holder in holders:
+        room = DECODED_AT_A_TIME - sum(each.numel() for each in parts[-1] if is_stored(each))
+        if parts[-1] and is_stored(holder) and holder.numel() > room:
+            parts.append([])
+        parts[-1].append(holder)
+    for part in parts:
+        for holder in part:
+            if is_stored(holder):
+                holder.grad = gradient_of(holder)
+        yield part
+        for holder in part:
+            if is_stored(holder):
+                drop_gradient(holder)
+
+
+def stored_gradient_nbytes(numel: int) -> int:
+    """Bytes of the codes and scales of a gradient."""
+    return stored_nbytes(numel, 8, torch.float32.itemsize)

@@ -1,0 +1,258 @@
+"""Layers of a block that keep their inputs in a few bits and recompute their outputs: AGoQ's stored activations.
+
+Kept for the backward, in blocks of 128 (`block_codes`):
+
+- the inputs of norms; their outputs, the inputs of the products that follow, are recomputed;
+- the outputs of gate and up, or of the MLP's first product; SiLU(gate)·up, or GELU, is recomputed;
+- Q, K, V and attention's output as without AGoQ; the latter is the input of the output projection too. With `attention`
+  in `memory.agoq.stored` they are codes, too.
+
+A layer computes its output from the exact input, so a forward has the bits that it has without AGoQ. Its backward is
+that of the decoded input: every intermediate value is recomputed from it (the paper's case 1).
+
+On CUDA the kernels of `stored_triton` compute norms, SiLU(gate)·up and GELU by tanh together with codes, recomputation
+and gradients; other layers, and all on a CPU, are torch's, differentiated by autograd at the decoded input.
+
+Modules keep their names and parameters: `store_inputs` gives some of transformers' modules another `forward`. A tensor
+whose backward will recompute it carries how as the attribute `kept`, which the products that take it look for.
+
+Source: AGoQ §4.1, appendix 8.1, Table 1.
+Letters: B samples, S positions, T = B·S tokens, C channels.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tahq.memory.config import AgoqConfig
+from tahq.memory.small_floats.block_codes import BLOCK, BlockCodes, dequantize_blocks, quantize_blocks
+from tahq.models.deferred_gradients import current_deferral, product, product_dtype, recomputed_input
+from tahq.models.keyed_dropout import keyed_attention
+from tahq.models.slice import ModelSlice
+
+Function = Callable[..., torch.Tensor]
+STORED_ATTENTION = "tahq_stored_attention"
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+
+class Layer(Protocol):
+    """One call of a layer that keeps codes of its inputs."""
+
+    parameters: tuple[nn.Parameter, ...]
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output of the exact inputs, and codes and scales of each."""
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The output of the decoded inputs."""
+
+    def gradients(
+        self, tensors: Sequence[torch.Tensor], gradient: torch.Tensor, needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Of inputs and parameters, at the decoded inputs."""
+
+
+def store_inputs(module: ModelSlice, config: AgoqConfig, bits: int) -> None:
+    """Make a slice's blocks store their activations in so many bits per number."""
+    layout, model = module.spec.layout, module.spec.hf_config
+    if "attention" in config.stored:
+        module.attend_by(STORED_ATTENTION, _stored_attention)
+    for block in module.get_submodule(f"{layout.trunk}.{layout.blocks}").children():
+        own = set(block.children())
+        for layer in block.modules():
+            _store_inputs_of(layer, config.stored, bits, model, is_own=layer in own)
+
+
+def _store_inputs_of(layer: Any, which: Sequence[str], bits: int, model: Any, *, is_own: bool) -> None:
+    name = type(layer).__name__
+    if "norms" in which and (isinstance(layer, nn.LayerNorm) or name.endswith("RMSNorm")):
+        layer.forward = partial(_norm, layer, layer.forward, bits, is_own)
+    elif isinstance(layer, nn.Linear) or name == "Conv1D":
+        layer.forward = partial(_recomputed_product, layer, layer.forward)
+    elif "attention" in which and name.endswith("Attention"):
+        layer.stored_bits = bits
+        projection = layer.o_proj if hasattr(layer, "o_proj") else layer.c_proj
+        projection.register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
+    elif "mlp" in which and hasattr(layer, "gate_proj"):
+        layer.forward = partial(_gated_mlp, layer, bits, model.hidden_act == "silu")
+    elif "mlp" in which and hasattr(layer, "c_fc"):
+        layer.act.forward = partial(_gelu, layer.act.forward, bits, model.activation_function in TANH_GELUS)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _recomputed_product(layer: Any, forward: Function, x: torch.Tensor) -> torch.Tensor:
+    kept = recomputed_input(x)
+    if kept is None:
+        return forward(x)
+    weight, bias, deferred = layer.weight, layer.bias, current_deferral()
+    if isinstance(layer, nn.Linear):
+        return product(x, weight, bias, transposed=True, deferred=deferred, kept=kept)
+    rows = x.view(-1, x.shape[-1])
+    return product(rows, weight, bias, transposed=False, deferred=deferred, kept=kept).view(*x.shape[:-1], -1)
+
+
+def _norm(layer: Any, forward: Function, bits: int, feeds_products: bool, x: torch.Tensor) -> torch.Tensor:
+    kernels = _kernels_for(x)
+    if kernels is None or x.shape[-1] % BLOCK != 0:
+        return stored(forward, bits, x, parameters=tuple(layer.parameters()))
+    # products would convert it themselves
+    dtype = product_dtype(x) if feeds_products else torch.promote_types(x.dtype, layer.weight.dtype)
+    return _kept(kernels.StoredNorm(layer, bits, x, dtype), x)
+
+
+def _gated_mlp(mlp: Any, bits: int, is_silu: bool, x: torch.Tensor) -> torch.Tensor:
+    """down(act(gate(x)) · up(x))."""
+    inputs, activation = (mlp.gate_proj(x), mlp.up_proj(x)), mlp.act_fn
+    kernels = _kernels_for(x) if is_silu else None
+    if kernels is None:
+        gated = stored(lambda gate, up: activation(gate) * up, bits, *inputs)
+    else:
+        gated = _kept(kernels.StoredActivation(bits, *inputs), *inputs)
+    result: torch.Tensor = mlp.down_proj(gated)
+    return result
+
+
+def _gelu(forward: Function, bits: int, is_by_tanh: bool, x: torch.Tensor) -> torch.Tensor:
+    kernels = _kernels_for(x) if is_by_tanh else None
+    return stored(forward, bits, x) if kernels is None else _kept(kernels.StoredActivation(bits, x), x)
+
+
+def _stored_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """`keyed_attention` that keeps codes of Q, K and V."""
+    random = module.attn_dropout.random
+    name = random.current
+
+    def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with random.pinned(name):
+            return keyed_attention(module, query, key, value, *args, **kwargs)[0]
+
+    return stored(attended, module.stored_bits, query, key, value), None
+
+
+def _kernels_for(x: torch.Tensor) -> Any:
+    """`stored_triton` in training on CUDA with triton, else None."""
+    if x.device.type != "cuda" or not torch.is_grad_enabled() or find_spec("triton") is None:
+        return None
+    return importlib.import_module("tahq.memory.agoq.stored_triton")
+
+
+def stored(
+    function: Function, bits: int, *inputs: torch.Tensor, parameters: tuple[nn.Parameter, ...] = ()
+) -> torch.Tensor:
+    """function(*inputs), whose backward recomputes it from inputs in so many bits.
+
+    `function` reads `parameters` itself. The result carries `kept`.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return _kept(_Differentiated(function, bits, inputs, parameters), *inputs)
+
+
+def _kept(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
+    """The layer's output, which carries `kept`."""
+    with torch.no_grad():
+        output, tensors = layer.run(*inputs)
+    result: torch.Tensor = _Stored.apply(  # type: ignore[no-untyped-call]
+        layer, len(tensors), output, *tensors, *inputs, *layer.parameters
+    )
+    result.kept = _Kept(layer, tensors)  # type: ignore[attr-defined]
+    return result
+
+
+class _Differentiated:
+    """Any function of tensors, differentiated by autograd under the autocast that it was called under."""
+
+    def __init__(
+        self, function: Function, bits: int, inputs: Sequence[torch.Tensor], parameters: tuple[nn.Parameter, ...]
+    ) -> None:
+        self._function, self._bits, self.parameters = function, bits, parameters
+        self._like = [(x.shape, x.dtype) for x in inputs]
+        device = inputs[0].device.type
+        self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kernels = _kernels_for(inputs[0])
+        quantize = quantize_blocks if kernels is None else kernels.quantize
+        return self._function(*inputs), [tensor for x in inputs for tensor in quantize(x, self._bits)]
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._of(self._decoded(tensors))
+
+    def gradients(
+        self, tensors: Sequence[torch.Tensor], gradient: torch.Tensor, needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        with torch.enable_grad():
+            inputs = [x.requires_grad_() for x in self._decoded(tensors)]
+            output = self._of(inputs)
+        at = [x for x, is_needed in zip((*inputs, *self.parameters), needed, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(output, at, gradient) if at else ())
+        return [next(found) if is_needed else None for is_needed in needed]
+
+    def _decoded(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        codes = map(BlockCodes, tensors[::2], tensors[1::2])
+        return [
+            dequantize_blocks(each, shape).to(dtype) for each, (shape, dtype) in zip(codes, self._like, strict=True)
+        ]
+
+    def _of(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        device, dtype, enabled = self._autocast
+        with torch.autocast(device, dtype, enabled=enabled):
+            return self._function(*inputs)
+
+
+class _Kept:
+    """What an output is recomputed from: a layer's call, and the codes of its inputs."""
+
+    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._recomputation = _Recomputation(layer)
+
+    def expect(self) -> "_Recomputation":
+        """Announce one more product; returns what gives it the output again."""
+        self._recomputation.num_expected += 1
+        return self._recomputation
+
+
+class _Recomputation:
+    """Recomputes an output once for all products that take it, and drops it after the last."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.num_expected = self._num_served = 0
+        self._output: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def rows(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The output, [..., C], in a product's dtype."""
+        if self._output is None:
+            self._output = self._layer.output(tensors).to(dtype)
+        output = self._output
+        self._num_served += 1
+        if self._num_served % self.num_expected == 0:
+            self._output = None
+        return output
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, num_kept: int, output: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """`tensors`: codes and scales of each input, `num_kept` in all; the inputs; the parameters."""
+        ctx.layer = layer
+        ctx.save_for_backward(*tensors[:num_kept])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, kept = ctx.layer, ctx.saved_tensors
+        needed = ctx.needs_input_grad[3 + len(kept) :]
+        return None, None, None, *[None] * len(kept), *layer.gradients(kept, gradients[0], needed)

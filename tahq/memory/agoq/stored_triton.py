@@ -1,0 +1,178 @@
+"""Norms and activations that keep codes of their inputs, on CUDA: one kernel each forward, recomputation and backward.
+
+Codes are those of `quantize_blocks`, bit for bit. Outputs and gradients are computed in fp32 and rounded once, where
+torch's layers may round between: within a few units of the last place of those.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from tahq.memory.agoq import stored_kernels as kernels
+from tahq.memory.small_floats.block_codes import BLOCK, FORMATS, BlockCodes, has_fp8_units
+from tahq.quant.gpu.launch import on_device_of
+
+_BLOCKS = 16  # Blocks per program of an activation: 2048 numbers of each tensor
+_BACKWARD_PROGRAMS = 256
+"""Rows of partial sums of a norm's parameters' gradients; fixed, so that every device adds in the same order."""
+_EXACT = {"enable_fp_fusion": False}  # A fused multiply-add rounds once where codes need two roundings
+
+
+def quantize(x: torch.Tensor, bits: int) -> BlockCodes:
+    """See `quantize_blocks`; scales in bf16."""
+    values, coded = x.detach().contiguous(), _empty(x, bits)
+    _launch_blocks(kernels.quantize_kernel, values.numel(), bits, values, *_bits(coded), **_largest(bits), **_EXACT)
+    return coded
+
+
+def dequantize(coded: BlockCodes, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """See `dequantize_blocks`."""
+    y = torch.empty(shape, dtype=dtype, device=coded.codes.device)
+    _launch_blocks(kernels.dequantize_kernel, y.numel(), coded.bits, *_bits(coded), y)
+    return y
+
+
+def accumulated(gradient: torch.Tensor, past: BlockCodes | None) -> BlockCodes:
+    """E4M3 codes with fp32 scales of a gradient added to `past`, in whose place they are written."""
+    values = gradient.detach().contiguous()
+    coded = past or BlockCodes(_empty(values, 8).codes, torch.empty(-(-values.numel() // BLOCK), device=values.device))
+    programs = -(-values.numel() // (BLOCK * _BLOCKS))
+    with on_device_of(values):
+        kernels.accumulate_kernel[(programs,)](
+            values, *coded, *coded, values.numel(), HAS_PAST=past is not None, NATIVE=_is_native(values, 8), R=_BLOCKS,
+            num_warps=4, **_EXACT,
+        )  # fmt: skip
+    return coded
+
+
+class StoredNorm:
+    """An RMSNorm of transformers or a LayerNorm, of one input [..., C], C a multiple of 128; `dtype`: of the output."""
+
+    def __init__(self, layer: Any, bits: int, x: torch.Tensor, dtype: torch.dtype) -> None:
+        self._bits, self._like, self._dtype = bits, torch.empty_like(x, device="meta"), dtype
+        self._weight, self._bias = layer.weight, getattr(layer, "bias", None)
+        self._is_centred = isinstance(layer, nn.LayerNorm)
+        self._epsilon = layer.eps if self._is_centred else layer.variance_epsilon
+        self.parameters = tuple(each for each in (self._weight, self._bias) if each is not None)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output, codes and scales."""
+        values, coded = x.detach().contiguous(), _empty(x, self._bits)
+        y = torch.empty(x.shape, dtype=self._dtype, device=x.device)
+        inputs, outputs = (values, *self._parameters()), (y, *_bits(coded))
+        self._launch(kernels.norm_forward_kernel, self._tokens, *inputs, *outputs, **_largest(self._bits), **_EXACT)
+        return y, list(coded)
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of the decoded input."""
+        y = torch.empty(self._like.shape, dtype=self._dtype, device=tensors[0].device)
+        self._launch(kernels.norm_output_kernel, self._tokens, *_bits(BlockCodes(*tensors)), *self._parameters(), y)
+        return y
+
+    def gradients(
+        self, tensors: Sequence[torch.Tensor], gradient: torch.Tensor, needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Of the input and the parameters, at the decoded input."""
+        channels, device = self._like.shape[-1], gradient.device
+        of_input = torch.empty(self._like.shape, dtype=self._like.dtype, device=device)
+        num_programs = min(self._tokens, _BACKWARD_PROGRAMS)
+        parts = [torch.empty(num_programs, channels, device=device) for _ in self.parameters]
+        self._launch(
+            kernels.norm_backward_kernel, num_programs,
+            gradient.contiguous(), *_bits(BlockCodes(*tensors)), self._weight, of_input, parts[0], parts[-1],
+            self._tokens,
+        )  # fmt: skip
+        of_parameters = (part.sum(0).to(each.dtype) for part, each in zip(parts, self.parameters, strict=True))
+        return [each if is_needed else None for each, is_needed in zip((of_input, *of_parameters), needed, strict=True)]
+
+    @cached_property
+    def _tokens(self) -> int:
+        return self._like.numel() // self._like.shape[-1]
+
+    def _parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._weight, self._weight if self._bias is None else self._bias
+
+    def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        channels = self._like.shape[-1]
+        block = _power_of_two(channels // BLOCK)
+        with on_device_of(arguments[0]):
+            kernel[(programs,)](
+                *arguments, channels, self._epsilon,
+                CENTRED=self._is_centred, HAS_BIAS=self._bias is not None, BITS=self._bits,
+                NATIVE=_is_native(arguments[0], self._bits), K=block,
+                num_warps=min(16, max(1, block * BLOCK // 512)), **options,
+            )  # fmt: skip
+
+
+class StoredActivation:
+    """SiLU(x)·up of two inputs, or GELU by tanh of one; the output has the dtype of x."""
+
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    def __init__(self, bits: int, *inputs: torch.Tensor) -> None:
+        self._bits, self._like = bits, [torch.empty_like(x, device="meta") for x in inputs]
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output, codes and scales."""
+        values, coded = [x.detach().contiguous() for x in inputs], [_empty(x, self._bits) for x in inputs]
+        y = torch.empty_like(values[0])
+        outputs = (*_bits(coded[0]), *_bits(coded[-1]))
+        options = _largest(self._bits) | _EXACT
+        self._launch(kernels.activation_forward_kernel, values[0], values[-1], y, *outputs, **options)
+        return y, [tensor for each in coded for tensor in each]
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of the decoded inputs."""
+        y = torch.empty(self._like[0].shape, dtype=self._like[0].dtype, device=tensors[0].device)
+        self._launch(kernels.activation_output_kernel, *_codes_of_two(tensors), y)
+        return y
+
+    def gradients(
+        self, tensors: Sequence[torch.Tensor], gradient: torch.Tensor, needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Of the inputs, at the decoded inputs."""
+        found = [torch.empty(like.shape, dtype=like.dtype, device=gradient.device) for like in self._like]
+        inputs = (gradient.contiguous(), *_codes_of_two(tensors))
+        self._launch(kernels.activation_backward_kernel, *inputs, found[0], found[-1])
+        return [each if is_needed else None for each, is_needed in zip(found, needed, strict=True)]
+
+    def _launch(self, kernel: Any, *arguments: torch.Tensor, **options: Any) -> None:
+        _launch_blocks(kernel, self._like[0].numel(), self._bits, *arguments, GATED=len(self._like) == 2, **options)
+
+
+def _launch_blocks(kernel: Any, numel: int, bits: int, *arguments: torch.Tensor, **options: Any) -> None:
+    programs = -(-numel // (BLOCK * _BLOCKS))
+    with on_device_of(arguments[0]):
+        kernel[(programs,)](
+            *arguments, numel, BITS=bits, NATIVE=_is_native(arguments[0], bits), R=_BLOCKS, num_warps=4, **options
+        )
+
+
+def _largest(bits: int) -> dict[str, Any]:
+    return {"LARGEST": FORMATS[bits].largest}
+
+
+def _is_native(like: torch.Tensor, bits: int) -> bool:
+    return bits == 8 and has_fp8_units(like.device)
+
+
+def _empty(x: torch.Tensor, bits: int) -> BlockCodes:
+    blocks = -(-x.numel() // BLOCK)
+    codes = torch.empty(blocks, FORMATS[bits].block_nbytes, dtype=torch.uint8, device=x.device)
+    return BlockCodes(codes, torch.empty(blocks, dtype=torch.bfloat16, device=x.device))
+
+
+def _bits(coded: BlockCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    return coded.codes, coded.scales.view(torch.int16)
+
+
+def _codes_of_two(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Codes and scales of the first input and of the last."""
+    return (*_bits(BlockCodes(*tensors[:2])), *_bits(BlockCodes(*tensors[-2:])))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

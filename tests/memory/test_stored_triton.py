@@ -1,0 +1,115 @@
+"""The kernels of stored inputs against `quantize_blocks` and torch's layers, on CUDA or in Triton's interpreter.
+
+The interpreter cuts off where bf16 rounds, so that tensors in and out are fp32 there.
+"""
+
+import pytest
+import torch
+from support.interpreter import DEVICE, on_device, sizes
+from support.samples import normal
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks
+
+pytestmark = on_device
+BITS = (4, 5, 6, 8)
+every_format = pytest.mark.parametrize("bits", BITS)
+every_dtype = pytest.mark.parametrize("dtype", sizes([torch.float32], [], [torch.bfloat16]), ids=str)
+ROWS = sizes([(3, 384)], [(5, 128)], [(2, 300, 768), (64, 4096)])
+
+
+@pytest.fixture
+def kernels():
+    from tahq.memory.agoq import stored_triton
+
+    return stored_triton
+
+
+def awkward(shape: tuple[int, ...]) -> torch.Tensor:
+    """Normal numbers with blocks of zeros, of tiny and huge numbers, outliers, and each of NaN and the infinities."""
+    x = normal(shape)
+    flat = x.view(-1)
+    for block, value in enumerate((0.0, 2.0**-130, 3e38, float("nan"), float("inf"), -float("inf"), 1e4)):
+        flat[128 * block : 128 * block + (128 if block < 3 else 1)] = value
+    return x
+
+
+def same_codes(got: BlockCodes, expected: BlockCodes) -> bool:
+    """Equal scales, and equal codes where scales are numbers: of NaN any code."""
+    known = ~expected.scales.isnan()
+    scales = torch.equal(got.scales.nan_to_num(1.0), expected.scales.nan_to_num(1.0))
+    return scales and torch.equal(got.codes[known], expected.codes[known])
+
+
+def close(got: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert got is not None
+    assert got.dtype == expected.dtype
+    got, expected = got.detach(), expected.detach()
+    tolerance = 1e-5 if got.dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(got, expected, atol=tolerance * float(expected.abs().max()), rtol=tolerance)
+
+
+@every_dtype
+@every_format
+@pytest.mark.parametrize("shape", sizes([(9, 130)], [(1,), (40, 128)], [(3, 1000, 1000)]), ids=str)
+def test_codes_and_numbers_equal_the_references(kernels, bits, shape, dtype):
+    x = (awkward(shape) if len(shape) > 1 else normal(shape)).to(DEVICE, dtype)
+    expected = quantize_blocks(x, bits)
+    assert same_codes(kernels.quantize(x, bits), expected)
+    decoded = kernels.dequantize(expected, x.shape, torch.float32)
+    assert torch.equal(decoded.nan_to_num(7.0), dequantize_blocks(expected, x.shape).nan_to_num(7.0))
+
+
+def norms(channels: int) -> list[nn.Module]:
+    made = [LlamaRMSNorm(channels), nn.LayerNorm(channels)]
+    for module in made:
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.data.copy_(normal(parameter.shape, seed=seed + 5))
+    return [module.to(DEVICE) for module in made]
+
+
+@every_dtype
+@every_format
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_norms_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shape, dtype):
+    x, flowing = (3 + normal(shape)).to(DEVICE, dtype), normal(shape, seed=2).to(DEVICE, dtype)
+    for module in norms(shape[-1]):
+        layer = kernels.StoredNorm(module, bits, x, dtype)
+        y, tensors = layer.run(x)
+        assert same_codes(BlockCodes(*tensors), quantize_blocks(x, bits))
+        close(y, module(x.float()).to(dtype))
+        decoded = dequantize_blocks(BlockCodes(*tensors), x.shape).requires_grad_()
+        expected = module(decoded)
+        close(layer.output(tensors), expected.detach().to(dtype))
+        expected.backward(flowing.float())
+        got = layer.gradients(tensors, flowing, [True] * (1 + len(layer.parameters)))
+        close(got[0], decoded.grad.to(dtype))
+        for gradient, parameter in zip(got[1:], layer.parameters, strict=True):
+            close(gradient, parameter.grad)
+
+
+@every_dtype
+@every_format
+@pytest.mark.parametrize("shape", sizes([(3, 100)], [(17, 128)], [(2, 300, 3072)]), ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shape, gated, dtype):
+    inputs = [2 * normal(shape, seed=seed).to(DEVICE, dtype) for seed in range(1 + gated)]
+    flowing = normal(shape, seed=4).to(DEVICE, dtype)
+
+    def function(x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh") if up is None else F.silu(x) * up
+
+    layer = kernels.StoredActivation(bits, *inputs)
+    y, tensors = layer.run(*inputs)
+    coded = [BlockCodes(*tensors[at : at + 2]) for at in range(0, len(tensors), 2)]
+    for each, x in zip(coded, inputs, strict=True):
+        assert same_codes(each, quantize_blocks(x, bits))
+    close(y, function(*(x.float() for x in inputs)).to(dtype))
+    decoded = [dequantize_blocks(each, x.shape).requires_grad_() for each, x in zip(coded, inputs, strict=True)]
+    expected = function(*decoded)
+    close(layer.output(tensors), expected.detach().to(dtype))
+    expected.backward(flowing.float())
+    for gradient, leaf in zip(layer.gradients(tensors, flowing, [True] * len(inputs)), decoded, strict=True):
+        close(gradient, leaf.grad.to(dtype))
