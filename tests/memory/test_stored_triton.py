@@ -7,11 +7,14 @@ import pytest
 import torch
 from support.interpreter import DEVICE, on_device, sizes
 from support.samples import normal
+from support.small_slices import different, gradients, make_slice, make_spec, relative_distance
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tahq.memory.config import AgoqConfig
 from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks
+from tahq.models.deferred_gradients import DeferredGradients
 
 pytestmark = on_device
 BITS = (4, 5, 6, 8)
@@ -113,3 +116,30 @@ def test_activations_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shap
     expected.backward(flowing.float())
     for gradient, leaf in zip(layer.gradients(tensors, flowing, [True] * len(inputs)), decoded, strict=True):
         close(gradient, leaf.grad.to(dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("numel", sizes([300], [1], [1_000_001]))
+def test_gradients_are_added_as_in_torch(kernels, numel, dtype):
+    first, second = (normal(numel, seed=seed).to(DEVICE, dtype) for seed in (1, 2))
+    coded = kernels.accumulated(first, None)
+    expected = quantize_blocks(first, 8, torch.float32)
+    assert same_codes(coded, expected)
+    again = kernels.accumulated(second, coded)
+    assert again.codes is coded.codes
+    total = second.float() + dequantize_blocks(expected, second.shape)
+    assert same_codes(again, quantize_blocks(total, 8, torch.float32))
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU's layers use no kernels")
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_layers_on_cuda_are_those_of_the_cpu(family, bf16):
+    spec, config = make_spec(family, hidden_size=256, num_heads=2), AgoqConfig(bits=6)
+    module = make_slice(spec, config, device=DEVICE)
+    got, expected = gradients(module, bf16=bf16), gradients(make_slice(spec, config), bf16=bf16)
+    names = [name for name in got if not name.endswith("k_proj.bias")]
+    # codes of numbers at the border of two may differ
+    assert max(relative_distance(got[name], expected[name]) for name in names) < 0.02
+    module.zero_grad()
+    assert different(gradients(module, bf16=bf16, deferred=DeferredGradients()), got) == []
