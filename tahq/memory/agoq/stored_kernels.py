@@ -176,23 +176,28 @@ def _activated(x, GATED: tl.constexpr):
 
 
 @triton.jit
-def _blocks(numel, R: tl.constexpr):
-    """This program's blocks, offsets of their numbers [R, 128], and which are real.
+def _blocks(numel, EVEN: tl.constexpr, R: tl.constexpr):
+    """This program's blocks, offsets of their numbers [R, 128], and which are real. EVEN: blocks divide `numel`.
 
     `numel` is never a constant: ptxas 12.8 gives wrong codes of numbers that it knows to be 0 (see `encode`).
     """
     block = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    return block, at, block * 128 < numel, at < numel
+    lane = tl.arange(0, 128)[None, :]
+    is_block = block * 128 < numel
+    at = block[:, None] * 128 + lane
+    if EVEN:
+        return block, at, is_block, is_block[:, None] & (lane < 128)
+    return block, at, is_block, at < numel
 
 
 @triton.jit(do_not_specialize=["numel"])
 def activation_forward_kernel(
     x, up, y, codes, scales, up_codes, up_scales, numel,
-    GATED: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, R: tl.constexpr,
+    GATED: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Codes of x, and of `up` where GATED; act(x)·up, or act(x)."""
-    block, at, is_block, is_real = _blocks(numel, R)
+    block, at, is_block, is_real = _blocks(numel, EVEN, R)
     values = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
     _store_blocks(values, codes, scales, block, is_block, R, BITS, LARGEST, NATIVE)
     out, _ = _activated(values, GATED)
@@ -206,10 +211,10 @@ def activation_forward_kernel(
 @triton.jit(do_not_specialize=["numel"])
 def activation_output_kernel(
     codes, scales, up_codes, up_scales, y, numel,
-    GATED: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, R: tl.constexpr,
+    GATED: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The same of decoded numbers."""
-    block, at, is_block, is_real = _blocks(numel, R)
+    block, at, is_block, is_real = _blocks(numel, EVEN, R)
     out, _ = _activated(_load_blocks(codes, scales, block, is_block, R, BITS, NATIVE), GATED)
     if GATED:
         out *= _load_blocks(up_codes, up_scales, block, is_block, R, BITS, NATIVE)
@@ -219,10 +224,10 @@ def activation_output_kernel(
 @triton.jit(do_not_specialize=["numel"])
 def activation_backward_kernel(
     gradient, codes, scales, up_codes, up_scales, of_x, of_up, numel,
-    GATED: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, R: tl.constexpr,
+    GATED: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Gradients at the decoded numbers."""
-    block, at, is_block, is_real = _blocks(numel, R)
+    block, at, is_block, is_real = _blocks(numel, EVEN, R)
     flowing = tl.load(gradient + at, mask=is_real, other=0.0).to(tl.float32)
     out, slope = _activated(_load_blocks(codes, scales, block, is_block, R, BITS, NATIVE), GATED)
     if GATED:
@@ -236,28 +241,47 @@ def activation_backward_kernel(
 
 @triton.jit(do_not_specialize=["numel"])
 def quantize_kernel(
-    x, codes, scales, numel, BITS: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, R: tl.constexpr
+    x,
+    codes,
+    scales,
+    numel,
+    BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    R: tl.constexpr,
 ):
     """Codes of a contiguous tensor."""
-    block, at, is_block, is_real = _blocks(numel, R)
+    block, at, is_block, is_real = _blocks(numel, EVEN, R)
     values = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
     _store_blocks(values, codes, scales, block, is_block, R, BITS, LARGEST, NATIVE)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def dequantize_kernel(codes, scales, y, numel, BITS: tl.constexpr, NATIVE: tl.constexpr, R: tl.constexpr):
+def dequantize_kernel(
+    codes, scales, y, numel, BITS: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr
+):
     """The decoded tensor."""
-    block, at, is_block, is_real = _blocks(numel, R)
+    block, at, is_block, is_real = _blocks(numel, EVEN, R)
     values = _load_blocks(codes, scales, block, is_block, R, BITS, NATIVE)
     tl.store(y + at, values.to(y.dtype.element_ty), mask=is_real)
 
 
 @triton.jit(do_not_specialize=["numel"])
 def accumulate_kernel(
-    gradient, past, past_scales, codes, scales, numel, HAS_PAST: tl.constexpr, NATIVE: tl.constexpr, R: tl.constexpr
+    gradient,
+    past,
+    past_scales,
+    codes,
+    scales,
+    numel,
+    HAS_PAST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    R: tl.constexpr,
 ):
     """E4M3 codes of a gradient added to what codes decode to; codes may take their place."""
-    block, at, is_block, is_real = _blocks(numel, R)
+    block, at, is_block, is_real = _blocks(numel, EVEN, R)
     values = tl.load(gradient + at, mask=is_real, other=0.0).to(tl.float32)
     if HAS_PAST:
         values += _load_blocks(past, past_scales, block, is_block, R, 8, NATIVE)

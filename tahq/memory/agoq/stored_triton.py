@@ -42,8 +42,8 @@ def accumulated(gradient: torch.Tensor, past: BlockCodes | None) -> BlockCodes:
     programs = -(-values.numel() // (BLOCK * _BLOCKS))
     with on_device_of(values):
         kernels.accumulate_kernel[(programs,)](
-            values, *coded, *coded, values.numel(), HAS_PAST=past is not None, NATIVE=_is_native(values, 8), R=_BLOCKS,
-            num_warps=4, **_EXACT,
+            values, *coded, *coded, values.numel(), HAS_PAST=past is not None, NATIVE=_is_native(values, 8),
+            **_runs(values.numel()), **_EXACT,
         )  # fmt: skip
     return coded
 
@@ -147,8 +147,12 @@ def _launch_blocks(kernel: Any, numel: int, bits: int, *arguments: torch.Tensor,
     programs = -(-numel // (BLOCK * _BLOCKS))
     with on_device_of(arguments[0]):
         kernel[(programs,)](
-            *arguments, numel, BITS=bits, NATIVE=_is_native(arguments[0], bits), R=_BLOCKS, num_warps=4, **options
+            *arguments, numel, BITS=bits, NATIVE=_is_native(arguments[0], bits), **_runs(numel), **options
         )
+
+
+def _runs(numel: int) -> dict[str, Any]:
+    return {"EVEN": numel % BLOCK == 0, "R": _BLOCKS, "num_warps": 4}
 
 
 def _largest(bits: int) -> dict[str, Any]:
