@@ -40,34 +40,36 @@ def _store_blocks(
         tl.store(scales + block, scale_bits, mask=is_block)
         scale = from_bf16_bits(scale_bits)
     code = encode(values * reciprocal(scale)[:, None], EXPONENT, BITS - 1 - EXPONENT, NATIVE)
-    start = codes + block[:, None] * (16 * BITS)
     if BITS == 8:
-        tl.store(start + tl.arange(0, 128)[None, :], code, mask=is_block[:, None])
+        tl.store(codes + block[:, None] * 128 + tl.arange(0, 128)[None, :], code, mask=is_block[:, None])
     else:
-        wide = code.to(tl.int32)
-        pairs = tl.reshape(wide & 15, [R, 64, 2]) << (4 * tl.arange(0, 2))[None, None, :]
-        tl.store(start + tl.arange(0, 64)[None, :], tl.sum(pairs, axis=2).to(tl.uint8), mask=is_block[:, None])
+        # eight codes at a time, as one thread has them
+        eights = tl.reshape(code.to(tl.int32), [R, 16, 8])
+        lane = tl.arange(0, 8)[None, None, :]
+        start = codes + block[:, None] * (16 * BITS)
+        words = (start + 4 * tl.arange(0, 16)[None, :]).to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(words, tl.sum((eights & 15) << (4 * lane), axis=2), mask=is_block[:, None])
         for plane in tl.static_range(4, BITS):
-            bits = tl.reshape((wide >> plane) & 1, [R, 16, 8]) << tl.arange(0, 8)[None, None, :]
-            at = start + (64 + 16 * (plane - 4)) + tl.arange(0, 16)[None, :]
-            tl.store(at, tl.sum(bits, axis=2).to(tl.uint8), mask=is_block[:, None])
+            bits = tl.sum(((eights >> plane) & 1) << lane, axis=2).to(tl.uint8)
+            tl.store(start + (64 + 16 * (plane - 4)) + tl.arange(0, 16)[None, :], bits, mask=is_block[:, None])
 
 
 @triton.jit
 def _load_blocks(codes, scales, block, is_block, R: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """Values fp32 [R, 128] of blocks [R]; 0 where there is none."""
     EXPONENT: tl.constexpr = 4 if BITS == 8 else 2
-    start = codes + block[:, None] * (16 * BITS)
     if BITS == 8:
-        code = tl.load(start + tl.arange(0, 128)[None, :], mask=is_block[:, None], other=0)
+        code = tl.load(codes + block[:, None] * 128 + tl.arange(0, 128)[None, :], mask=is_block[:, None], other=0)
     else:
-        pairs = tl.load(start + tl.arange(0, 64)[None, :], mask=is_block[:, None], other=0)
-        code = tl.reshape(tl.join(pairs & 15, pairs >> 4), [R, 128])
+        lane = tl.arange(0, 8)[None, None, :]
+        start = codes + block[:, None] * (16 * BITS)
+        words = (start + 4 * tl.arange(0, 16)[None, :]).to(tl.pointer_type(tl.int32), bitcast=True)
+        eights = (tl.load(words, mask=is_block[:, None], other=0)[:, :, None] >> (4 * lane)) & 15
         for plane in tl.static_range(4, BITS):
             at = start + (64 + 16 * (plane - 4)) + tl.arange(0, 16)[None, :]
-            byte = tl.load(at, mask=is_block[:, None], other=0).to(tl.int32)
-            bits = (byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-            code = code | (tl.reshape(bits, [R, 128]) << plane).to(tl.uint8)
+            bits = tl.load(at, mask=is_block[:, None], other=0).to(tl.int32)
+            eights = eights | (((bits[:, :, None] >> lane) & 1) << plane)
+        code = tl.reshape(eights, [R, 128])
     scale = tl.load(scales + block, mask=is_block, other=0)
     if scales.dtype.element_ty != tl.float32:
         scale = from_bf16_bits(scale)

@@ -93,12 +93,12 @@ def decode(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.con
     # Between the exponents of fp32 and of the format, whose bias is 2^(e − 1) − 1.
     TOO_SMALL: tl.constexpr = 2.0 ** (128 - (1 << (EXPONENT - 1)))
     wide = codes.to(tl.int32)
-    magnitude = wide & LARGEST
+    magnitude, sign = wide & LARGEST, (wide & (LARGEST + 1)) << (31 - EXPONENT - MANTISSA)
     # Exponent and fraction where fp32 has them: a number that much too small, below the normal ones too.
-    number = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * TOO_SMALL
+    number = (magnitude << (23 - MANTISSA) | sign).to(tl.float32, bitcast=True) * TOO_SMALL
     if EXPONENT == 4:
         number = tl.where(magnitude == LARGEST, float("nan"), number)
-    return tl.where((wide & (LARGEST + 1)) != 0, -number, number)
+    return number
 
 
 @triton.jit
