@@ -55,11 +55,17 @@ def _store_blocks(
 
 
 @triton.jit
-def _load_blocks(codes, scales, block, is_block, R: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
-    """Values fp32 [R, 128] of blocks [R]; 0 where there is none."""
+def _load_blocks(
+    codes, scales, block, is_block,
+    R: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, PAIRED: tl.constexpr = False,
+):  # fmt: skip
+    """Values fp32 [R, 128] of blocks [R]; 0 where there is none. PAIRED: the faster layout beside fp32 weights."""
     EXPONENT: tl.constexpr = 4 if BITS == 8 else 2
     if BITS == 8:
         code = tl.load(codes + block[:, None] * 128 + tl.arange(0, 128)[None, :], mask=is_block[:, None], other=0)
+    elif BITS == 4 and PAIRED:
+        pairs = tl.load(codes + block[:, None] * 64 + tl.arange(0, 64)[None, :], mask=is_block[:, None], other=0)
+        code = tl.reshape(tl.join(pairs & 15, pairs >> 4), [R, 128])
     else:
         lane = tl.arange(0, 8)[None, None, :]
         start = codes + block[:, None] * (16 * BITS)
@@ -128,7 +134,7 @@ def norm_output_kernel(
     """The norm of a decoded row."""
     block, column, is_block = _row(channels, K)
     row = tl.program_id(0).to(tl.int64)
-    values = _load_blocks(codes, scales, row * (channels // 128) + block, is_block, K, BITS, NATIVE)
+    values = _load_blocks(codes, scales, row * (channels // 128) + block, is_block, K, BITS, NATIVE, PAIRED=True)
     normalised, _ = _normalised(values, is_block, channels, epsilon, CENTRED)
     out = _scaled(normalised, weight, bias, column, is_block, HAS_BIAS)
     tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_block[:, None])
@@ -147,7 +153,7 @@ def norm_backward_kernel(
     for program_row in range(tl.program_id(0), tokens, tl.num_programs(0)):
         row = tl.cast(program_row, tl.int64)
         flowing = tl.load(gradient + row * channels + column, mask=is_block[:, None], other=0.0).to(tl.float32)
-        values = _load_blocks(codes, scales, row * (channels // 128) + block, is_block, K, BITS, NATIVE)
+        values = _load_blocks(codes, scales, row * (channels // 128) + block, is_block, K, BITS, NATIVE, PAIRED=True)
         normalised, inverse = _normalised(values, is_block, channels, epsilon, CENTRED)
         to_weight += flowing * normalised
         to_bias += flowing
