@@ -44,6 +44,9 @@ MODELS = {
         intermediate_size=2048,
         vocab_size=PADDED_VOCAB,
     ),
+    "tiny-llama": ModelConfig(
+        family="llama", num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, intermediate_size=256
+    ),
     "tiny": ModelConfig(family="gpt2", num_layers=4, hidden_size=128, num_heads=4, overrides=FAST_GELU),
 }
 STAGES = 4
@@ -75,38 +78,37 @@ class CutTraining:
     """A model (a key of MODELS), its data and its initial weights, ready for any number of runs."""
 
     def __init__(self, model: str, data: DataConfig, device: torch.device) -> None:
-        tokenizer = load_tokenizer(data)
-        self._dataset: Dataset = load_dataset(data, tokenizer)
-        spec = load_spec(MODELS[model], vocab_size=tokenizer.vocab_size, seq_len=data.seq_len)
+        self.name, tokenizer = model, load_tokenizer(data)
+        self.dataset: Dataset = load_dataset(data, tokenizer)
+        spec = load_spec(MODELS[model.partition("/")[0]], vocab_size=tokenizer.vocab_size, seq_len=data.seq_len)
         self._device, self._is_cuda = device, device.type == "cuda"
         self._spec: ModelSpec = spec
-        self._slices = self._build(spec)
-        named = {name: p for part in self._slices for name, p in part.canonical_parameters().items()}
+        self.slices = self._build(spec)
+        named = {name: p for part in self.slices for name, p in part.canonical_parameters().items()}
         self._named, self._parameters = named, list(named.values())
         self._initial: dict[int, list[torch.Tensor]] = {}
 
     def run(self, wire: Wire, *, seed: int, steps: int) -> list[float]:
         """Loss (nats per token) of every step."""
         self._reset(seed)
-        batches = BatchSource(self._dataset, seed=seed, global_batch=BATCH, micro_batch=BATCH)
+        batches = BatchSource(self.dataset, seed=seed, global_batch=BATCH, micro_batch=BATCH)
         optimizer = self._optimizer()
         losses = []
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = PEAK_LR * min((step + 1) / WARM_UP, (steps - step) / (steps - WARM_UP), 1.0)
             tokens, labels = batches.train(step).micro_batch(0)
-            loss = self._loss(tokens, labels, wire, seed, step)
-            loss.backward()
+            loss = self.backward(tokens, labels, wire, seed, step)
             torch.nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM, foreach=self._is_cuda)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
+            losses.append(loss)
         return torch.stack(losses).tolist()
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Mean loss of the last run's weights, without codecs, on data that is not trained on."""
-        batches = BatchSource(self._dataset, seed=0, global_batch=BATCH, micro_batch=BATCH)
+        batches = BatchSource(self.dataset, seed=0, global_batch=BATCH, micro_batch=BATCH)
         losses = []
         for index in range(HELD_OUT_BATCHES):
             tokens, labels = batches.validation(index).micro_batch(0)
@@ -138,15 +140,23 @@ class CutTraining:
             parameter.grad = None
 
     def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self._groups(), lr=PEAK_LR, betas=(0.9, 0.95), fused=self._is_cuda)
+
+    def _groups(self) -> list[dict[str, object]]:
         matrices = [p for p in self._parameters if p.ndim >= 2]
         others = [p for p in self._parameters if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=self._is_cuda)
+        return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+
+    def backward(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
+        """Leave the gradients of a step with the parameters; returns its loss."""
+        loss = self._loss(tokens, labels, wire, seed, step)
+        loss.backward()
+        return loss.detach()
 
     def _loss(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
         x, labels = tokens.to(self._device), labels.to(self._device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self._is_cuda):
-            for cut, part in enumerate(self._slices):
+            for cut, part in enumerate(self.slices):
                 if cut:
                     keys = (derive_seed(seed, step, cut, "forward"), derive_seed(seed, step, cut, "backward"))
                     x = _Cut.apply(x, wire, keys)

@@ -21,6 +21,7 @@ import torch.multiprocessing as multiprocessing
 from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining, Transfer, Wire
 from harness import append_row, read_rows, rows_path, say
 from scipy.stats import t as student_t
+from stored_training import StoredTraining
 
 from tahq.data.config import DataConfig
 from tahq.quant import Codec, CodecSpec, get_codec
@@ -168,7 +169,8 @@ def _work(device: str, data: DataConfig, backend: str, todo: Any, done: Any) -> 
             return
         if training is None or run.model != model:
             model, training = run.model, None  # free the old model's memory first
-            training = CutTraining(model, data, torch.device(device))
+            made = StoredTraining if "/" in model else CutTraining
+            training = made(model, data, torch.device(device))
         wire = Wire(*(transfer(name, backend) for name in (run.activations, run.gradients)))
         losses = training.run(wire, seed=run.seed, steps=run.steps)
         blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
@@ -221,10 +223,10 @@ class Losses:
         """Difference to the uncompressed run of the same model and seeds."""
         return self.difference(setting, (setting[0], NONE, NONE))
 
-    def draw_gaps(self, axes: Any, settings: Mapping[str, Setting], title: str) -> None:
-        """Plot the gaps along the training."""
+    def draw_gaps(self, axes: Any, settings: Mapping[str, Setting], title: str, base: Setting | None = None) -> None:
+        """Plot the gaps along the training, to `base` or to the uncompressed run of the same model."""
         for label, setting in settings.items():
-            pairs = self._pairs(setting, (setting[0], NONE, NONE))
+            pairs = self._pairs(setting, base or (setting[0], NONE, NONE))
             gaps = [zip(mine.curve, base.curve, strict=True) for mine, base in pairs]
             means = [statistics.fmean(a - b for a, b in points) for points in zip(*gaps, strict=True)]
             axes.plot([CURVE_STEP * (i + 0.5) for i in range(len(means))], means, label=label, linewidth=1)
