@@ -3,8 +3,9 @@
     python benchmarks/bench_agoq_memory.py [--output benchmarks/results/agoq_memory_<hardware>_<yyyymm>.md]
     python benchmarks/bench_agoq_memory.py --layers 2 --lengths 1024 --hidden 256       # on a CPU: no figures
 
-AGoQ Tables 8 and 14. Layers in the middle of a model (no embedding, no head), one sample, bf16 autocast with fp32
-weights, as tahq trains: a step's forward, backward and update, after one that made the optimizer's states. `O`:
+AGoQ Tables 8 and 14. Layers in the middle of a model (no embedding, no head), bf16 autocast with fp32 weights, as tahq
+trains: a step's two micro-batches of one sample, forward and backward, and its update, after a step that made the
+optimizer's states. From the second micro-batch on gradients are there beside the activations. `O`:
 `optimizer: adamw8bit`; `G`: `memory.gradients: fp8`; `A`: `memory.activations: agoq` with 4 bits. A peak is the
 allocator's, in GiB of 2³⁰ bytes; the share is that of what the forward leaves allocated.
 """
@@ -68,12 +69,14 @@ class Layers:
 
     def take_step(self, length: int) -> Peak:
         x = torch.randn(1, length, self._hidden, device=self._device).requires_grad_()
-        before = self._allocated()
-        with sharing_weight_copies():
-            with torch.autocast(self._device.type, torch.bfloat16):
-                y = self._module(x)
-            kept = self._allocated() - before
-            y.backward(torch.ones_like(y))
+        for _ in range(2):
+            before = self._allocated()
+            with sharing_weight_copies():
+                with torch.autocast(self._device.type, torch.bfloat16):
+                    y = self._module(x)
+                kept = self._allocated() - before
+                y.backward(torch.ones_like(y))
+                del y
         self._update.apply(self._step, 1.0)
         self._step += 1
         return Peak(torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 1, kept)
