@@ -18,8 +18,8 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 56_300,
     "modules there": 315,
-    "lines of benchmarks": 6_375,
-    "lines of tests": 40_560,
+    "lines of benchmarks": 6_850,
+    "lines of tests": 40_600,
     "modules with one importer, in the same folder": 17,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,
