@@ -105,6 +105,8 @@ def dequantize_blocks(x: BlockCodes, shape: torch.Size) -> torch.Tensor:
 
 def _codes(y: torch.Tensor, by: BlockFormat) -> torch.Tensor:
     """uint8 codes of y [K, 128] in units of the scale; of NaN any code."""
+    if by.bits == 8:
+        return y.clamp(-by.largest, by.largest).to(torch.float8_e4m3fn).view(torch.uint8)
     sizes = y.abs().clamp(max=by.largest)  # a scale may be rounded down
     exponents = ((sizes.view(torch.int32) >> 23) - 127).clamp(min=by.min_exponent)
     # size = n·2^(exponent − fraction); n below 2^(fraction + 1), or equal to it, and then code and carry agree
@@ -115,7 +117,7 @@ def _codes(y: torch.Tensor, by: BlockFormat) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _table(bits: int, device: torch.device) -> torch.Tensor:
-    """Values of the codes, fp32; of 4 bits those of the two codes of every byte [256, 2]."""
+    """Values of the codes of 4 to 6 bits, fp32; of 4 bits those of the two codes of every byte [256, 2]."""
     by = FORMATS[bits]
     magnitudes = torch.arange(2 ** (bits - 1))
     exponents = (magnitudes >> by.fraction).clamp(min=1)
@@ -130,7 +132,9 @@ def _table(bits: int, device: torch.device) -> torch.Tensor:
 
 def _values(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """fp32 [K, 128] of packed codes."""
-    codes = packed if bits in (4, 8) else _unpacked(packed, bits)
+    if bits == 8:
+        return packed.view(torch.float8_e4m3fn).float()
+    codes = packed if bits == 4 else _unpacked(packed, bits)
     looked_up = _table(bits, packed.device).index_select(0, codes.flatten().int())
     return looked_up.view(-1, BLOCK)
 
