@@ -284,7 +284,7 @@ def _why_nothing_fits(table: ClusterTable) -> str:
     count = min(table.num_hosts, model.num_layers, 3)
     stages = StageCosts(table, range(count), model.micro_batches[0])
     ones = np.ones(count)
-    need = float((stages.fixed_nbytes(ones) + stages.held_nbytes(ones)).min())
+    need = float((stages.fixed_nbytes(ones) + stages.nbytes_in_flight(ones, ones)).min())
     largest = int(np.argmax(table.memory))
     if table.memory[largest] < need:
         return (

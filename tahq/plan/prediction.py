@@ -89,7 +89,7 @@ def _memory_nbytes(table: ClusterTable, plan: PipelinePlan, in_flight: Sequence[
     """Each stage's peak; chunks of one stage count as one."""
     stages = StageCosts.of(table, plan)
     layers, held = np.array(plan.layers, dtype=float), np.array(in_flight, dtype=float) / plan.chunks_per_stage
-    return stages.fixed_nbytes(layers) + held * stages.held_nbytes(layers)
+    return stages.fixed_nbytes(layers) + stages.nbytes_in_flight(layers, held)
 
 
 def _schedule(plan: PipelinePlan, num_micro_batches: int) -> Schedule:

@@ -19,15 +19,18 @@ from tahq.quant import get_codec
 class HeldBytes:
     """What a stage keeps of each micro-batch in flight, and once for the one that it computes.
 
-    block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss. stage: what
-    any stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and
-    its head where that is low-rank, once. again: a block that is recomputed, and its largest matrix where that is
-    low-rank, once; never while there are logits.
+    block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss.
+    block_put_off, last_put_off: what is kept beyond that while only gradients of weights are missing. stage: what any
+    stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and its
+    head where that is low-rank, once. again: a block that is recomputed, and its largest matrix where that is low-rank,
+    once; never while there are logits. With gradients in 8 bits both include the largest in fp32.
     """
 
     block: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    block_put_off: float = 0.0
+    last_put_off: float = 0.0
     stage: float = 0.0
     tensor: float = 0.0
     workspace: float = 0.0

@@ -254,15 +254,17 @@ def test_resumed_run_keeps_what_was_planned(planned, sections):
     share=st.floats(1.0, 4.0),
     delay=st.sampled_from([0, 50, 150]),
     recompute=st.sampled_from(["none", "block"]),
+    activations=st.sampled_from(["none", "agoq"]),
 )
 def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(
-    layers, width, batch, stages, share, delay, recompute, tmp_path_factory
+    layers, width, batch, stages, share, delay, recompute, activations, tmp_path_factory
 ):
     """Each host has `share` times the memory that the fullest stage needs with one sample in flight."""
     values = {
         **OPEN,
         "model": {**OPEN["model"], "num_layers": layers, "hidden_size": width},
         "training": {"steps": 1, "global_batch": batch, "activation_checkpointing": recompute},
+        "memory": {"activations": activations},
         "pipeline": {"stages": stages},
         "links": {"rate": "100mbit", "delay": f"{delay}ms"},
     }

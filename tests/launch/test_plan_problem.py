@@ -40,22 +40,24 @@ def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize("optimizer", ["adamw", "qgalore", "galore"])
 @pytest.mark.parametrize("memory", [{}, {"activations": "agoq", "gradients": "fp8"}], ids=["plain", "8 bits"])
-def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, memory):
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, memory, schedule):
     """With a vocabulary large enough for head and logits to be most of what the last stage takes."""
     config, spec = loaded(
         vocab_size=4096,
         training={**TWO_MICRO_BATCHES, "optimizer": optimizer, "activation_checkpointing": checkpointing},
-        pipeline={"stages": 2, "layers": [2, 2], "schedule": "gpipe"},
+        pipeline={"stages": 2, "layers": [2, 2], "schedule": schedule},
         memory=memory,
     )
-    # a split backward may hold more for weight gradients than a forward does for the backward
-    problem = problem_of(config, spec, HOSTS, PlanChoices(schedules=("gpipe",)))
+    problem = problem_of(config, spec, HOSTS, PlanChoices(schedules=(schedule,)))
     stages = StageCosts(ClusterTable(problem), (0, 1), 2)
     layers = np.array([2.0, 2.0])
-    planned = stages.fixed_nbytes(layers) + 2 * stages.held_nbytes(layers)
+    planned = stages.fixed_nbytes(layers) + stages.nbytes_in_flight(layers, np.array([2.0, 2.0]))
     counted = [stage_estimate(config, spec, stage, bf16=False).total for stage in range(2)]
-    # the planner's frames have headers, and blocks are taken to be alike
-    assert planned.tolist() == pytest.approx(counted, rel=0.005)
+    # The planner's frames have headers, and blocks are taken to be alike. Of two micro-batches of the last stage, the
+    # schedule has only one put off while the other is in flight.
+    over = 0.005 if schedule == "gpipe" else 0.012
+    assert all(-0.005 < got / exact - 1 < over for got, exact in zip(planned, counted, strict=True))
 
 
 def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named():
@@ -67,4 +69,5 @@ def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named():
     assert usual.schedules == ("1f1b", "gpipe")
     # a block's input, [2, 32, 64] in fp32, is all that checkpointing keeps until a split backward computes it again
     assert usual.model.held[2].block == 4 * 2 * 32 * 64
-    assert named.model.held[2].block > 10 * usual.model.held[2].block
+    assert named.model.held[2].block == usual.model.held[2].block
+    assert named.model.held[2].block_put_off > 9 * usual.model.held[2].block

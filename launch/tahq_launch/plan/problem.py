@@ -107,7 +107,7 @@ def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ..
 def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False) -> ModelNumbers:
     """The model's sizes in bytes; the largest block stands for all blocks.
 
-    With split backwards each micro-batch in flight counts with the most that it holds before W.
+    With split backwards micro-batches count with what they hold between the gradients of inputs and of weights.
     """
     layers, batch = spec.num_layers, config.training.global_batch
     first, last = BlockRange(0, 1, layers), BlockRange(layers - 1, layers, layers)
@@ -185,12 +185,15 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     matrix = 2 * shape.element_nbytes  # decoded, and its gradient
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
     heads = copied_by_head(spec, shape) if recomputes and not splits_backward else 0  # see `stage_memory`
+    kept, head_kept = tensor if recomputes else saved, saved_by_head(spec, shape)
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     return HeldBytes(
-        block=max(tensor if recomputes else saved, deferred[0]),
+        block=kept,
         first=saved_by_embedding(spec, shape),
-        last=max(saved_by_head(spec, shape), deferred[1]) + heads,
+        last=head_kept + heads,
+        block_put_off=max(0, deferred[0] - kept),
+        last_put_off=max(0, deferred[1] - head_kept),
         stage=rotary_tables(spec, shape),
         tensor=tensor,
         workspace=element * shape.num_tokens * spec.vocab_size + matrix * head + gradient,

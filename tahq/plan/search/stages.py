@@ -111,16 +111,31 @@ class StageCosts:
         nbytes: Array = layers * model.block_nbytes + ends + cuts * held.tensor + once
         return nbytes
 
-    def held_nbytes(self, layers: Array) -> Array:
-        """What a micro-batch in flight keeps."""
+    def nbytes_in_flight(self, layers: Array, in_flight: Array) -> Array:
+        """What so many micro-batches keep, of which zero-bubble puts off the last gradients of a few."""
+        held, put_off = self._in_flight_nbytes(layers)
+        nbytes: Array = in_flight * held + np.minimum(in_flight, self._most_put_off) * put_off
+        return nbytes
+
+    def _in_flight_nbytes(self, layers: Array) -> tuple[Array, Array]:
+        """Of a micro-batch in flight, and what it keeps beyond that once only gradients of weights are missing."""
         held = self._held
         ends = self._first * held.first + self._last * held.last + (1 - self._last) * held.tensor
-        nbytes: Array = layers * self._held_block + ends + held.stage + self._frame_nbytes
-        return nbytes
+        put_off = layers * held.block_put_off + self._last * held.last_put_off
+        return layers * self._held_block + ends + held.stage + self._frame_nbytes, put_off
+
+    @property
+    def _most_put_off(self) -> Array:
+        """By stage, as `pipeline.schedule.generators` makes zero-bubble's rows."""
+        return np.arange(1.0, len(self.hosts) + 1)
 
     def depth_limits(self, layers: Array) -> Array:
         """Most micro-batches in flight that fit each stage's memory, never more than upstream; below 1: none fits."""
-        fit = whole_quotient(self.memory - self.fixed_nbytes(layers), self.held_nbytes(layers))
+        free, (held, put_off), most = (
+            self.memory - self.fixed_nbytes(layers), self._in_flight_nbytes(layers), self._most_put_off
+        )  # fmt: skip
+        few = whole_quotient(free, held + put_off)
+        fit = np.where(few <= most, few, whole_quotient(free - most * put_off, held))
         limits: Array = np.minimum.accumulate(np.clip(fit, 0, self.num_micro_batches), axis=-1)
         return limits
 
@@ -267,7 +282,7 @@ def _wanted_depths(stages: StageCosts) -> list[Array]:
 def _most_layers(stages: StageCosts, depths: Array, num_layers: int) -> Array:
     """Blocks that fit each stage's memory at these depths."""
     base, with_one = (
-        stages.fixed_nbytes(layers) + depths * stages.held_nbytes(layers)
+        stages.fixed_nbytes(layers) + stages.nbytes_in_flight(layers, depths)
         for layers in (np.zeros(len(depths)), np.ones(len(depths)))
     )
     return np.clip(whole_quotient(stages.memory - base, with_one - base), 0, num_layers - len(depths) + 1)
