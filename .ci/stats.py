@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 56_300,
+    "lines of tahq, launch and netem": 56_320,
     "modules there": 315,
     "lines of benchmarks": 6_850,
     "lines of tests": 40_600,

@@ -139,7 +139,15 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             "memory.activations: coat needs whole weights to code in FP8, but training.optimizer galore stores those",
         ),
         (["memory.agoq.bits=[4, 5, 8]"], "memory.agoq.bits lists 3 stages, pipeline.stages is 4; give one number for"),
-        (["memory.activations={kind: agog}"], "memory: activations with options needs kind: coat or kind: agoq, not"),
+        (["memory.activations={kind: agog}"], "memory: activations with options needs kind: coat or kind: agoq"),
+        (
+            ["memory.activations={kind: agoq, bits: 7}"],
+            "memory: activations.bits: Input should be 'auto', 4, 5, 6 or 8",
+        ),
+        (
+            ["memory.activations={kind: agoq, bit: 5}"],
+            "memory: activations.bit: Extra inputs are not permitted; got 5; kn",
+        ),
         (["links.loss=0.01"], "links.loss is for hosts: namespaces, where the network is made on this machine; with"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tahq.units import Section
 
@@ -57,10 +57,19 @@ class MemoryConfig(Section):
         """`activations: {kind: agoq, bits: 5}` stands for `activations: agoq` with `agoq: {bits: 5}`."""
         if not isinstance(given, dict) or not isinstance(given.get("activations"), dict):
             return given
-        kind, options = given["activations"].get("kind"), dict(given["activations"])
-        if options.pop("kind", None) not in ("coat", "agoq"):
-            raise ValueError(f"activations with options needs kind: coat or kind: agoq, not {kind!r}")
-        return given | {"activations": kind, kind: {**given.get(kind, {}), **options}}
+        options = dict(given["activations"])
+        kind = options.pop("kind", None)
+        sections: dict[object, type[Section]] = {"coat": CoatConfig, "agoq": AgoqConfig}
+        if kind not in sections:
+            raise ValueError("activations with options needs kind: coat or kind: agoq")
+        merged = {**given.get(kind, {}), **options}
+        try:
+            sections[kind].model_validate(merged)
+        except ValidationError as error:
+            first = error.errors()[0]
+            known = f"; known are kind, {', '.join(sections[kind].model_fields)}" * (first["type"] == "extra_forbidden")
+            raise ValueError(f"activations.{first['loc'][0]}: {first['msg']}; got {first['input']!r}{known}") from error
+        return given | {"activations": kind, kind: merged}
 
 
 class Fp8AdamWConfig(Section):

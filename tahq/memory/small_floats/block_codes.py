@@ -107,12 +107,14 @@ def _codes(y: torch.Tensor, by: BlockFormat) -> torch.Tensor:
     """uint8 codes of y [K, 128] in units of the scale; of NaN any code."""
     if by.bits == 8:
         return y.clamp(-by.largest, by.largest).to(torch.float8_e4m3fn).view(torch.uint8)
-    sizes = y.abs().clamp(max=by.largest)  # a scale may be rounded down
-    exponents = ((sizes.view(torch.int32) >> 23) - 127).clamp(min=by.min_exponent)
+    sizes = y.abs().clamp_(max=by.largest)  # a scale may be rounded down
+    exponents = (sizes.view(torch.int32) >> 23).sub_(127).clamp_(min=by.min_exponent)
     # size = n·2^(exponent − fraction); n below 2^(fraction + 1), or equal to it, and then code and carry agree
-    units = torch.round(torch.ldexp(sizes, by.fraction - exponents)).nan_to_num().int()
-    codes = units + ((exponents - by.min_exponent) << by.fraction)
-    return (codes | (y.signbit().int() << (by.bits - 1))).to(torch.uint8)
+    power = exponents.neg().add_(by.fraction + 127).bitwise_left_shift_(23).view(torch.float32)
+    units = sizes.mul_(power).round_().nan_to_num_().int()
+    codes = units.add_(exponents.sub_(by.min_exponent).bitwise_left_shift_(by.fraction))
+    negative = (y.view(torch.int32) >> 31).bitwise_and_(1 << (by.bits - 1))
+    return codes.bitwise_or_(negative).to(torch.uint8)
 
 
 @lru_cache(maxsize=16)
@@ -142,8 +144,11 @@ def _values(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def _packed(codes: torch.Tensor, by: BlockFormat) -> torch.Tensor:
     if by.bits == 8:
         return codes
-    low = codes & 15
-    pairs = low[:, ::2] | (low[:, 1::2] << 4)
+    low = codes if by.bits == 4 else codes & 15
+    two = low.view(torch.int16)  # the first in the lower byte
+    pairs = (two | (two >> 4)).to(torch.uint8)
+    if by.bits == 4:
+        return pairs
     return torch.cat((pairs, to_planes(codes)[:, 4 : by.bits].flatten(1)), dim=1)
 
 
