@@ -134,8 +134,9 @@ def test_gradients_are_added_as_in_torch(kernels, numel, dtype):
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU's layers use no kernels")
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_layers_on_cuda_are_those_of_the_cpu(family, bf16):
-    spec, config = make_spec(family, hidden_size=256, num_heads=2), AgoqConfig(bits=6)
+@pytest.mark.parametrize("stored", [("norms", "mlp"), ("norms", "mlp", "attention")], ids=["default", "everything"])
+def test_layers_on_cuda_are_those_of_the_cpu(family, bf16, stored):
+    spec, config = make_spec(family, hidden_size=256, num_heads=2), AgoqConfig(bits=6, stored=stored)
     module = make_slice(spec, config, device=DEVICE)
     got, expected = gradients(module, bf16=bf16), gradients(make_slice(spec, config), bf16=bf16)
     names = [name for name in got if not name.endswith("k_proj.bias")]

@@ -301,7 +301,7 @@ def _from_checkpoint(folder: RunFolder, given: ClusterConfig, problem: str) -> t
 
 
 def resolved_run(config: ClusterConfig) -> ClusterConfig:
-    """As `resolve_for_run`, with each stage's bits of stored activations."""
+    """As `resolve_for_run`, with what is `auto` under `memory` chosen, too."""
     config = resolve_for_run(config)
     return with_memory_choices(config, resolved_spec(config, None))
 

@@ -140,8 +140,13 @@ def _stored_attention(
 
 
 def _kernels_for(x: torch.Tensor) -> Any:
-    """`stored_triton` in training on CUDA with triton, else None."""
-    if x.device.type != "cuda" or not torch.is_grad_enabled() or find_spec("triton") is None:
+    """`_triton_for` in a forward pass that is recorded, else None."""
+    return _triton_for(x.device) if torch.is_grad_enabled() else None
+
+
+def _triton_for(device: torch.device) -> Any:
+    """`stored_triton` on CUDA with triton, else None."""
+    if device.type != "cuda" or find_spec("triton") is None:
         return None
     return importlib.import_module("tahq.memory.agoq.stored_triton")
 
@@ -181,7 +186,7 @@ class _Differentiated:
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        kernels = _kernels_for(inputs[0])
+        kernels = _triton_for(inputs[0].device)
         quantize = quantize_blocks if kernels is None else kernels.quantize
         return self._function(*inputs), [tensor for x in inputs for tensor in quantize(x, self._bits)]
 
@@ -199,10 +204,11 @@ class _Differentiated:
         return [next(found) if is_needed else None for is_needed in needed]
 
     def _decoded(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        codes = map(BlockCodes, tensors[::2], tensors[1::2])
-        return [
-            dequantize_blocks(each, shape).to(dtype) for each, (shape, dtype) in zip(codes, self._like, strict=True)
-        ]
+        kernels = _triton_for(tensors[0].device)
+        coded = zip(map(BlockCodes, tensors[::2], tensors[1::2]), self._like, strict=True)
+        if kernels is not None:
+            return [kernels.dequantize(each, shape, dtype) for each, (shape, dtype) in coded]
+        return [dequantize_blocks(each, shape).to(dtype) for each, (shape, dtype) in coded]
 
     def _of(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         device, dtype, enabled = self._autocast
