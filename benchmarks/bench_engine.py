@@ -97,8 +97,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     places = [place for place in PLACES if place.name in options.only]
     if "default" in options.runtimes:
         cases = itertools.product(places, options.wires)
-        few = ("default", "tah6")  # of eight stages
-        yield default_table((case(*each) for each in cases if each[0].stages == 4 or each[1] in few), options)
+        yield default_table((case(*each) for each in cases), options)
     if options.runtimes == ["default"]:
         return
     found = measure(sweeps(places, options.runtimes, backend=options.backend), rows_path(options))

@@ -141,6 +141,6 @@ def test_layers_on_cuda_are_those_of_the_cpu(family, bf16, stored):
     got, expected = gradients(module, bf16=bf16), gradients(make_slice(spec, config), bf16=bf16)
     names = [name for name in got if not name.endswith("k_proj.bias")]
     # codes of numbers at the border of two may differ
-    assert max(relative_distance(got[name], expected[name]) for name in names) < 0.02
+    assert max(relative_distance(got[name], expected[name]) for name in names) < 0.03
     module.zero_grad()
     assert different(gradients(module, bf16=bf16, deferred=DeferredGradients()), got) == []

@@ -175,7 +175,7 @@ def plan_bound_s(table: ClusterTable, plan: PipelinePlan) -> float:
 
 
 _LAST = np.array([0.5, 0.75, 0.875, 1.0])
-"""Micro-batches in flight on the last stage behind slow links, of all."""
+"""Forwards of the last stage before its first backward behind slow links, of all."""
 
 
 def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -> tuple[Depths, ...]:
@@ -199,12 +199,14 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
         chunks = stages.table.problem.chunks_per_stage
         own = 2 * later + (chunks - 1) * len(blocks) + 1
         return tuple(each for each in _capped([own, 2 * own], limits * chunks) if min(each) >= chunks)
+    last = _LAST * stages.num_micro_batches
     if schedule == "zero-bubble":
         # weight gradients that lag behind count as in flight, and no more than all micro-batches ever are
         limits = np.where(limits >= stages.num_micro_batches, limits + len(blocks), limits)
+        last += len(blocks) - 1
     most = (stages.num_micro_batches - 1) / max(1, len(blocks) - 1)
     steep = [1 + np.ceil(slope * later) for slope in (1, 2, (1 + most) / 2, most)]
-    flat = [np.where(later > 0, np.inf, last) for last in (*np.ceil(_LAST * stages.num_micro_batches), np.inf)]
+    flat = [np.where(later > 0, np.inf, each) for each in (*np.ceil(last), np.inf)]
     return _capped([*steep, *_covering(stages, blocks), *flat], limits)
 
 
