@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 56_320,
-    "modules there": 315,
-    "lines of benchmarks": 6_850,
-    "lines of tests": 40_600,
-    "modules with one importer, in the same folder": 17,
+    "lines of tahq, launch and netem": 57_050,
+    "modules there": 317,
+    "lines of benchmarks": 7_150,
+    "lines of tests": 40_950,
+    "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,
 }

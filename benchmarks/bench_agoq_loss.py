@@ -19,7 +19,7 @@ from training_runs import ARGUMENTS, METHOD, NONE, Difference, Losses, Run, pict
 
 def plan(options: argparse.Namespace) -> Iterator[Run]:
     for seed in range(options.seeds):
-        for name in METHODS:
+        for name in options.methods:
             yield Run(f"{options.model[0]}/{name}", NONE, NONE, seed, options.steps)
 
 
@@ -27,7 +27,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     results = run_all(plan(options), options)
     losses, model = Losses(results), options.model[0]
     held_out = {(each.run.model, each.run.seed): each.held_out for each in results}
-    settings = {name: (f"{model}/{name}", NONE, NONE) for name in METHODS}
+    settings = {name: (f"{model}/{name}", NONE, NONE) for name in options.methods}
 
     def rows() -> Iterator[list[object]]:
         for name, setting in settings.items():
@@ -48,7 +48,11 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     yield from picture(options.output, 1, 1, draw)
 
 
-STEPS = {"--steps": {"type": int, "default": 3000}, "--model": {"nargs": 1, "default": ["llama"]}}
+STEPS = {
+    "--methods": {"nargs": "+", "choices": list(METHODS), "default": list(METHODS)},
+    "--steps": {"type": int, "default": 3000},
+    "--model": {"nargs": 1, "default": ["llama"]},
+}
 
 if __name__ == "__main__":
     main(__doc__, tables, {**ARGUMENTS, **STEPS})

@@ -96,7 +96,8 @@ def test_overrides_are_yaml_and_later_ones_win(file):
 
 
 def test_the_word_paper_stands_for_the_papers_pair(file):
-    expected = {"activations": "tah", "gradients": "fixed:bits=8", "backend": "auto", "threads": 1}
+    pair = {"activations": "tah", "gradients": "fixed:bits=8"}
+    expected = {**pair, "backend": "auto", "threads": 1, "all_reduce": "fp8"}
     config = file.load(changed("hosts: local", "wire: paper"))
     assert config.wire.model_dump(exclude_none=True) == expected
     assert file.load(LEAST, "wire=paper") == config

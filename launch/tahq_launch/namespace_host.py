@@ -78,7 +78,7 @@ def open_hosts(prepared: PreparedRun) -> Iterator[NamespaceHosts]:
     backend = config.links.backend
     with build_network(network_of(config), backend=backend, option="links.backend", advice=_ADVICE) as network:
         maker = f"made by {network.backend}, TCP is {network.congestion_control}"
-        announce(f"network of {config.pipeline.stages} hosts, {maker}; measuring it")
+        announce(f"network of {config.pipeline.num_workers} hosts, {maker}; measuring it")
         begin_s = time.monotonic()
         measured = calibrate(network, pairs=links_of(config), quick=True)
         took_s = round(time.monotonic() - begin_s, 2)
@@ -91,7 +91,7 @@ def open_hosts(prepared: PreparedRun) -> Iterator[NamespaceHosts]:
 
 def network_of(config: ClusterConfig) -> NetworkConfig:
     """The stages' hosts and the coordinator's, whose delay to each is that host's own."""
-    network = config.links.network(config.pipeline.stages)
+    network = config.links.network(config.pipeline.num_workers)
     path_keys = {"delay", "jitter", "loss", "reorder"}
     pairs = [
         PairConfig(between=(name, COORDINATOR), **host.model_dump(include=path_keys))
@@ -103,7 +103,7 @@ def network_of(config: ClusterConfig) -> NetworkConfig:
 
 def links_of(config: ClusterConfig) -> list[tuple[str, str]]:
     """(source, destination) of everything that a step sends: neighbours, and the ends if embeddings are tied."""
-    names = host_names(config.pipeline.stages)
+    names = host_names(config.pipeline.num_workers)
     chain = list(itertools.pairwise(names))
     if config.model.tie == "sync" and len(names) > 2:
         chain.append((names[0], names[-1]))

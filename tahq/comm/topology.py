@@ -3,11 +3,15 @@
 Link c is the cut between chunk c and c + 1; chunk c is on stage c mod P, so with one chunk per stage it joins
 stage c and c + 1. The link of tied embeddings, if there is one, has the number P·v − 1 and joins stage 0 and stage
 P − 1. The stage of the later chunk dials the earlier one, unless that has no address: then the earlier one dials.
+
+R replicas of a pipeline have R·P stages, numbered through: stage s of replica r is r·P + s. The links of replica r
+follow those of replica r − 1; last come those over which a stage's replicas sum their gradients, one for each two.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from tahq.comm.config import LinkTransport
 from tahq.errors import ConfigError, UserError
@@ -35,32 +39,76 @@ class LinkEnds:
     link: int
     lower: int
     upper: int
+    cut: int | None = None
+    """The cut between two chunks of the model that it crosses; None: another link."""
+    is_tie: bool = False
+    """Whether it is for tied embeddings."""
 
 
-def link_ends(num_stages: int, tie_link: bool, chunks_per_stage: int = 1) -> tuple[LinkEnds, ...]:
-    """Every link of a pipeline, by number."""
-    last = num_stages * chunks_per_stage - 1
-    cuts = [LinkEnds(cut, cut % num_stages, (cut + 1) % num_stages) for cut in range(last)]
-    tie = [LinkEnds(last, 0, num_stages - 1)] if tie_link and num_stages >= 2 else []
-    return (*cuts, *tie)
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The shape of a run: R replicas of a pipeline of P stages, each with v chunks of the model."""
+
+    num_stages: int
+    """P."""
+    replicas: int = 1
+    chunks_per_stage: int = 1
+    tie_link: bool = False
+
+    @property
+    def num_places(self) -> int:
+        """R·P, the number of workers."""
+        return self.num_stages * self.replicas
+
+    @property
+    def num_cuts(self) -> int:
+        """Cuts of one replica."""
+        return self.num_stages * self.chunks_per_stage - 1
+
+    @property
+    def first_sum_link(self) -> int:
+        """The number of the first link that sums gradients."""
+        return self.replicas * (self.num_cuts + self._has_tie_link)
+
+    @property
+    def _has_tie_link(self) -> bool:
+        return self.tie_link and self.num_stages >= 2
+
+    def is_last(self, place: int) -> bool:
+        """Whether a worker runs the last stage of its replica."""
+        return place % self.num_stages == self.num_stages - 1
+
+    def replicas_of(self, place: int) -> range:
+        """All workers that run the same stage."""
+        return range(place % self.num_stages, self.num_places, self.num_stages)
+
+    def links(self) -> tuple[LinkEnds, ...]:
+        """Every link, by number."""
+        stages, ends = self.num_stages, list[LinkEnds]()
+        for first in range(0, self.num_places, stages):
+            for cut in range(self.num_cuts):
+                ends.append(LinkEnds(len(ends), first + cut % stages, first + (cut + 1) % stages, cut))
+            if self._has_tie_link:
+                ends.append(LinkEnds(len(ends), first, first + stages - 1, is_tie=True))
+        for stage in range(stages):
+            for lower, upper in combinations(self.replicas_of(stage), 2):
+                ends.append(LinkEnds(len(ends), lower, upper))
+        return tuple(ends)
 
 
-def plan_links(
-    endpoints: Sequence[Endpoint], tie_link: bool, chunks_per_stage: int = 1, inside: LinkTransport = "zmq"
-) -> list[list[list[str | int]]]:
+def plan_links(endpoints: Sequence[Endpoint], grid: Grid, inside: LinkTransport = "zmq") -> list[list[list[str | int]]]:
     """Rows for each stage: link, peer stage, peer's host, address to dial or "", transport, peer's public key.
 
     Args:
         endpoints: all workers, by stage.
-        tie_link: whether a link joins the first and the last stage.
-        chunks_per_stage: pieces of the model on each stage.
+        grid: which of them are joined.
         inside: transport between two stages of one site.
 
     Raises:
         UserError: neither end of a link can be dialled, or NCCL cannot join them; the message names both.
     """
     rows: list[list[list[str | int]]] = [[] for _ in endpoints]
-    for ends in link_ends(len(endpoints), tie_link, chunks_per_stage):
+    for ends in grid.links():
         lower, upper = endpoints[ends.lower], endpoints[ends.upper]
         if not lower.address and not upper.address:
             raise UserError(

@@ -11,12 +11,13 @@ from pydantic import Field, model_validator
 from tahq.comm.config import Hosts, LinksConfig, LinkTransport
 from tahq.comm.keys import SecurityConfig
 from tahq.comm.network_config import NetworkConfig
+from tahq.comm.topology import Grid
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
 from tahq.memory.config import COAT_FAMILIES, MemoryConfig
 from tahq.models.config import ModelConfig
-from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
@@ -48,6 +49,7 @@ class ClusterConfig(Section):
     def _sections_agree(self) -> "ClusterConfig":
         """Run all checks; the message of each begins with the key to look at first (`tahq.typed_yaml.mistakes`)."""
         self._check_hosts()
+        self._check_replicas()
         self._check_inside()
         self._check_layers()
         self._check_schedule()
@@ -61,10 +63,12 @@ class ClusterConfig(Section):
     def _check_hosts(self) -> None:
         if self.pipeline.model_fields_set.isdisjoint(("stages", "layers")):
             self.pipeline.set_default("stages", self._default_stages())
-        links, stages = self.links, self.pipeline.stages
-        if isinstance(self.hosts, list) and len(self.hosts) != stages:
+        links, workers, replicas = self.links, self.pipeline.num_workers, self.pipeline.replicas
+        if isinstance(self.hosts, list) and len(self.hosts) != workers:
+            times = f" times pipeline.replicas {replicas}" if replicas > 1 else ""
             raise ValueError(
-                f"hosts lists {len(self.hosts)} machines, pipeline.stages is {stages}; the n-th machine runs stage n"
+                f"hosts lists {len(self.hosts)} machines, pipeline.stages is {self.pipeline.stages}{times}; the n-th "
+                "machine runs stage n"
             )
         if self.hosts == "namespaces":
             if links.profile is None:  # else it is checked when the profile has been applied
@@ -83,11 +87,37 @@ class ClusterConfig(Section):
                     "links.rate, or give the cap as a rate, such as 20mbit"
                 )
 
+    def _check_replicas(self) -> None:
+        replicas, training = self.pipeline.replicas, self.training
+        if replicas == 1:
+            return
+        if "micro_batch" not in training.model_fields_set and training.num_micro_batches % replicas:
+            share = max(1, training.global_batch // replicas)
+            training.set_default("micro_batch", max(n for n in range(1, MICRO_BATCH + 1) if share % n == 0))
+        if training.num_micro_batches % replicas:
+            raise ValueError(
+                f"training.global_batch {training.global_batch} is {training.num_micro_batches} micro-batches of "
+                f"training.micro_batch {training.micro_batch}, which {replicas} replicas (pipeline.replicas) cannot "
+                "share equally"
+            )
+        if training.is_low_rank:
+            raise ValueError(
+                f"training.optimizer {training.optimizer} finds a subspace from each replica's own gradients, so "
+                "pipeline.replicas cannot sum them; use another optimizer or pipeline.replicas 1"
+            )
+        if self.model.tie == "sync":
+            raise ValueError("model.tie: sync is for one pipeline; use model.tie: untied or pipeline.replicas 1")
+        if get_codec(self.wire.activations).is_stateful:
+            raise ValueError(
+                f"wire.activations: {self.wire.activations} remembers the samples of one pipeline, and with "
+                "pipeline.replicas they change places; use another codec"
+            )
+
     @property
     def sites(self) -> tuple[str, ...]:
         """The site of each stage; "" = a site of its own. Under `hosts: local` all stages share one."""
         if self.hosts == "local":
-            return ("local",) * self.pipeline.stages
+            return ("local",) * self.pipeline.num_workers
         hosts = self.hosts if isinstance(self.hosts, list) else self._network().hosts.values()
         return tuple(host.site or "" for host in hosts)
 
@@ -100,22 +130,35 @@ class ClusterConfig(Section):
         """Whether a process group carries the frames between a stage and one of its neighbours."""
         return any(stage in pair and self.transport_between(*pair) != "zmq" for pair in self._linked_stages())
 
+    @property
+    def grid(self) -> Grid:
+        """The stages of all replicas, and their links."""
+        pipeline = self.pipeline
+        return Grid(pipeline.stages, pipeline.replicas, pipeline.chunks, self.model.tie == "sync")
+
+    @property
+    def sum_codecs(self) -> dict[int, str]:
+        """The codec of the shards that replicas send each other, by link."""
+        wire, sites = self.wire, self.sites
+        inside = wire.all_reduce_inside or wire.all_reduce
+        return {
+            ends.link: inside if sites[ends.lower] and sites[ends.lower] == sites[ends.upper] else wire.all_reduce
+            for ends in self.grid.links()[self.grid.first_sum_link :]
+        }
+
     def _linked_stages(self) -> list[tuple[int, int]]:
-        last = self.pipeline.stages - 1
-        pairs = [(stage, stage + 1) for stage in range(last)]
-        is_ring = self.model.tie == "sync" or self.pipeline.chunks > 1
-        return [*pairs, (0, last)] if pairs and is_ring else pairs
+        return [(ends.lower, ends.upper) for ends in self.grid.links()]
 
     def _network(self) -> NetworkConfig:
         try:
-            return self.links.network(self.pipeline.stages)
+            return self.links.network(self.pipeline.num_workers)
         except ValueError as error:
             raise ValueError(f"links.{error}") from error
 
     def _default_stages(self) -> int:
         """One per listed host; else the default, or fewer, so that each chunk has a layer."""
         if isinstance(self.hosts, list):
-            return len(self.hosts)
+            return max(1, len(self.hosts) // self.pipeline.replicas)
         stages, num_layers = self.pipeline.stages, self.model.num_layers
         return stages if num_layers is None else max(1, min(stages, num_layers // self.pipeline.chunks))
 
@@ -134,7 +177,7 @@ class ClusterConfig(Section):
         if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):
             section = "links.hosts" if self.hosts == "namespaces" else "hosts"
             return f"no two neighbouring stages are in one site (set site under {section})"
-        for stage in filter(self.has_group, range(self.pipeline.stages)):
+        for stage in filter(self.has_group, range(self.pipeline.num_workers)):
             own = [(f"hosts.{stage}", self.hosts[stage])] if isinstance(self.hosts, list) else []
             for where, owner in [("links", self.links), *own]:
                 if caps := [f"{where}.{key}" for key in _CAPS if getattr(owner, key)]:
@@ -162,7 +205,8 @@ class ClusterConfig(Section):
                 )
 
     def _check_schedule(self) -> None:
-        pipeline, training, count = self.pipeline, self.training, self.training.num_micro_batches
+        pipeline, training = self.pipeline, self.training
+        count = training.num_micro_batches // pipeline.replicas
         if count > MAX_MICRO_BATCHES:
             raise ValueError(
                 f"training.global_batch {training.global_batch} is {count} micro-batches of training.micro_batch "

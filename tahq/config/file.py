@@ -186,6 +186,6 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     """
     changed: dict[str, Any] = {"wire": config.wire.resolved()}
     if isinstance(config.hosts, str) and config.run.threads is None:
-        threads = max(1, len(os.sched_getaffinity(0)) // config.pipeline.stages)
+        threads = max(1, len(os.sched_getaffinity(0)) // config.pipeline.num_workers)
         changed["run"] = config.run.model_copy(update={"threads": threads})
     return config.model_copy(update=changed)

@@ -25,7 +25,7 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
     Layers of a configuration that is not resolved are divided by counted cost.
     """
     ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
-    row = config.pipeline.actions(config.training.num_micro_batches).actions[stage]
+    row = config.pipeline.actions(config.training.num_micro_batches).actions[stage % config.pipeline.stages]
 
     def memory(chunk: int, in_flight: int = 0, put_off: int = 0) -> StageMemory:
         numbers = _step_numbers(config, spec, row, chunk, bf16)
@@ -99,7 +99,7 @@ def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
 
 def chunks_of(config: ClusterConfig, stage: int) -> range:
     """The numbers of a stage's chunks."""
-    return range(stage, config.pipeline.num_chunks, config.pipeline.stages)
+    return range(stage % config.pipeline.stages, config.pipeline.num_chunks, config.pipeline.stages)
 
 
 def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool) -> StepNumbers:

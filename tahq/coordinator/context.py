@@ -7,6 +7,7 @@ from pathlib import Path
 from tahq.comm.config import LinkTransport
 from tahq.comm.control.messages import Abort, Bye, Message
 from tahq.comm.control.server import ControlServer
+from tahq.comm.topology import Grid
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
@@ -25,6 +26,7 @@ class CoordinatorOptions:
     """A run as its resolved configuration describes it; epochs become steps once the workers know their samples."""
 
     num_stages: int
+    """Of all replicas of the pipeline; replica r begins with stage r·P."""
     run_id: int
     run_folder: Path
     config_json: str
@@ -56,6 +58,8 @@ class CoordinatorOptions:
     """One more link between the first and the last stage, for the gradients of tied embeddings."""
     chunks_per_stage: int = 1
     """Chunks of the model on each stage (more than 1 under interleaved schedules)."""
+    replicas: int = 1
+    """Pipelines side by side."""
     sites: tuple[str, ...] = ()
     """The site of each stage, "" = its own; empty: each has its own."""
     inside: LinkTransport = "zmq"
@@ -85,6 +89,11 @@ class CoordinatorOptions:
     """Stages whose workers, as all spares, join again for a run once all have measured; None: no run follows."""
     leave_timeout_s: float = 1.0
     """How long the coordinator waits for workers to leave at the end."""
+
+    @property
+    def grid(self) -> Grid:
+        """The links of the run."""
+        return Grid(self.num_stages // self.replicas, self.replicas, self.chunks_per_stage, self.tie_link)
 
     @property
     def longest_wait_s(self) -> float:

@@ -170,9 +170,7 @@ def data_position(options: CoordinatorOptions, run: RunState, step: int) -> tupl
 
 def link_rows(options: CoordinatorOptions, seats: Seats) -> list[list[list[str | int]]]:
     """PLAN's rows for each stage; UserError for two neighbours that cannot be connected as configured."""
-    return plan_links(
-        [_endpoint(options, seat) for seat in seats], options.tie_link, options.chunks_per_stage, options.inside
-    )
+    return plan_links([_endpoint(options, seat) for seat in seats], options.grid, options.inside)
 
 
 def _endpoint(options: CoordinatorOptions, seat: Seat) -> Endpoint:

@@ -269,12 +269,14 @@ class CodecOptions:
         rules: when to change them; None: never.
         replay: the recorded run whose changes are repeated; None: the policy decides.
         saved: the state kept in a checkpoint, as `LinkCodecs.saved` returned it.
+        sums: codecs of the shards that replicas send each other, by link.
     """
 
     start: Mapping[Traffic, str] = field(default_factory=dict)
     rules: FollowRules | None = None
     replay: Recorded | None = None
     saved: Mapping[str, Any] = field(default_factory=dict)
+    sums: Mapping[int, str] = field(default_factory=dict)
 
 
 class LinkCodecs:
@@ -339,7 +341,7 @@ class LinkCodecs:
 
     def _spec(self, key: LinkKey) -> str:
         if key.link >= self._num_links:
-            return RAW
+            return self._options.sums.get(key.link, RAW)
         if key not in self._state.links:
             return self._options.start.get(key.direction, "")
         return self._rules.ladders[key.direction].specs[self._state.links[key].rung]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Traffic = Literal["activations", "gradients"]
+Traffic = Literal["activations", "gradients", "all-reduce"]
 """The kind of data that a link carries in one direction."""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tahq.comm.control.messages import Commit, Plan, Relink
-from tahq.comm.topology import LinkEnds, link_ends
+from tahq.comm.topology import LinkEnds
 from tahq.coordinator import copies
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.gathering import data_position, link_rows
@@ -115,7 +115,7 @@ def owes(run: RunState, seats: Seats, seat: Seat) -> list[str]:
     """The reports that a stage still owes, in words; empty while it recomputes steps before them."""
     if is_behind(run, seat):
         return []
-    loss = ["the validation loss"] if run.evaluating is not None and seat.stage == len(seats) - 1 else []
+    loss = ["the validation loss"] if run.evaluating is not None and seat.stage == seats.evaluator else []
     return [*loss, *(f"the checkpoint after step {step}" for step in run.owed if owes_part(run, seat, step))]
 
 
@@ -166,7 +166,7 @@ def _why(run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
 
 def links_of(options: CoordinatorOptions, stage: int) -> list[tuple[LinkEnds, int]]:
     """The links that end at a stage, each with the stage at its other end."""
-    links = link_ends(options.num_stages, options.tie_link, options.chunks_per_stage)
+    links = options.grid.links()
     return [
         (ends, ends.upper if ends.lower == stage else ends.lower) for ends in links if stage in (ends.lower, ends.upper)
     ]

@@ -203,9 +203,14 @@ class Seats:
         num_stages: stages are 0 … num_stages − 1.
         origin: where they begin.
         now_s: when the wait for them began.
+        replicas: of the pipeline; the last stage of the first one reports evaluations.
     """
 
-    def __init__(self, num_stages: int, origin: RestorePoint = RestorePoint(0), now_s: float = 0.0) -> None:
+    def __init__(
+        self, num_stages: int, origin: RestorePoint = RestorePoint(0), now_s: float = 0.0, replicas: int = 1
+    ) -> None:
+        self.evaluator = num_stages // replicas - 1
+        """The stage that reports evaluations."""
         self._seats = [
             Seat(stage=stage, since_s=now_s, position=origin.step, origin=origin, lost_since_s=now_s)
             for stage in range(num_stages)

@@ -98,7 +98,7 @@ class Coordinator:
         files, saved = dict(options.snapshot_files), options.codecs.saved
         origin = RestorePoint(options.start_step, options.snapshot, files, saved_codecs=saved)
         self._run = RunState(origin, clock(), options.epoch, options.next_sample)
-        self._seats = Seats(options.num_stages, origin, clock())
+        self._seats = Seats(options.num_stages, origin, clock(), options.replicas)
         self._ctx = RunContext(options, self._run, self._seats, server, observer, journal or Journal(), clock)
         self._ctx.journal.wait = self._wait_for_journal
         self._training = Training(self._ctx, publish, executor)
@@ -243,7 +243,7 @@ class Coordinator:
     def _stage_of(self, message: Any) -> int:
         """The stage that a message is about."""
         if isinstance(message, Evaluated):
-            return len(self._seats) - 1
+            return self._seats.evaluator
         stage: int = message.holder if isinstance(message, Copied) else message.stage
         return stage
 

@@ -12,6 +12,7 @@ from typing import Any
 from tahq.comm.control.messages import Commit, Prepare, Traced
 from tahq.comm.control.server import ClockOffset
 from tahq.comm.link.frame import Direction
+from tahq.comm.topology import Grid, LinkEnds
 from tahq.coordinator.observer import (
     LinkRecord,
     StageRecord,
@@ -40,9 +41,9 @@ def global_norm(squared_norms: Iterable[float]) -> float:
         return math.inf
 
 
-def norm_of(prepares: Iterable[Prepare]) -> float:
-    """The global gradient norm of a step."""
-    return global_norm(square for prepare in prepares for square in prepare.norm2)
+def norm_of(prepares: Sequence[Prepare], replicas: int = 1) -> float:
+    """The global gradient norm of a step; replicas have the same."""
+    return global_norm(square for prepare in prepares[: len(prepares) // replicas] for square in prepare.norm2)
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
@@ -81,6 +82,7 @@ def decide(
     names: Sequence[str],
     *,
     num_steps: int,
+    replicas: int = 1,
     snapshot_every: int | None = None,
     skipped_in_a_row: int = 0,
     stop: bool = False,
@@ -92,17 +94,19 @@ def decide(
         prepares: every stage's, by stage.
         names: of the stages, for messages.
         num_steps: length of the run.
+        replicas: of the pipeline, whose stages come one replica after the other.
         snapshot_every: steps between checkpoints.
         skipped_in_a_row: steps before this one that were skipped.
         stop: this step is to be the last.
 
     Raises:
-        DataError: the stages that read data read different batches.
+        DataError: the stages that read data read different batches, or replicas have different sums or weights.
         NonFiniteError: NaN or infinity, and the configuration says to halt.
     """
     done = prepares[0].step + 1
     _compare_batches(prepares, names)
-    norm, culprits = norm_of(prepares), [p.stage for p in prepares if not _is_finite(p)]
+    _compare_replicas(prepares, names, len(prepares) // replicas)
+    norm, culprits = norm_of(prepares, replicas), [p.stage for p in prepares if not _is_finite(p)]
     apply = not culprits and math.isfinite(norm)
     if not apply:
         _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
@@ -126,6 +130,21 @@ def _compare_batches(prepares: Sequence[Prepare], names: Sequence[str]) -> None:
             f"(digests {readers[0].batch_digest} and {other.batch_digest}): give both the same data files, and for "
             "`text: stdlib` the same Python"
         )
+
+
+def _compare_replicas(prepares: Sequence[Prepare], names: Sequence[str], num_stages: int) -> None:
+    for prepare in prepares[num_stages:]:
+        first = prepares[prepare.stage % num_stages]
+        for what, mine, other in (
+            ("weights", prepare.weights_digest, first.weights_digest),
+            ("summed gradients", repr(prepare.norm2), repr(first.norm2)),
+        ):
+            if mine != other:
+                raise DataError(
+                    f"{names[first.stage]} and {names[prepare.stage]}, replicas of one stage, have different {what} at "
+                    f"step {prepare.step + 1}: they need the same kind of device and the same torch; resume from the "
+                    "last checkpoint"
+                )
 
 
 def _check_skipped(training: TrainingConfig, step: int, culprits: Sequence[str], skipped_in_a_row: int) -> None:
@@ -158,29 +177,29 @@ def step_record(
     commit: Commit,
     prepares: Sequence[Prepare],
     step_time_s: float,
-    chunks_per_stage: int = 1,
+    grid: Grid,
     lr: float = 0.0,
 ) -> StepRecord:
     """The record of a step that was just decided.
 
     Args:
         commit: the decision.
-        prepares: every stage's, by stage; the last one's has the loss.
+        prepares: every stage's, by stage; those of last stages have the loss.
         step_time_s: seconds from the commit before to this one.
-        chunks_per_stage: chunks of the model on each stage.
+        grid: the stages and their links.
         lr: the step's learning rate.
 
     Raises:
         RemoteProtocolError: a row about a link that its stage does not have.
     """
-    loss_sum, tokens = prepares[-1].loss_sum, prepares[-1].tokens
-    last_link = len(prepares) * chunks_per_stage - 1
+    sums = [each.loss_sum for each in prepares if grid.is_last(each.stage) and each.loss_sum is not None]
+    tokens, ends = prepares[-1].tokens, grid.links()
     return StepRecord(
         step=commit.step + 1,
-        loss=loss_sum / tokens if loss_sum is not None and tokens else math.nan,
+        loss=_sum(sums) / tokens if len(sums) == grid.replicas and tokens else math.nan,
         tokens=tokens or 0,
         step_time_s=step_time_s,
-        grad_norm=norm_of(prepares),
+        grad_norm=norm_of(prepares, grid.replicas),
         clip_factor=commit.clip_factor,
         skipped=not commit.apply,
         evaluating=commit.evaluate,
@@ -188,9 +207,14 @@ def step_record(
             StageRecord(p.stage, dict(p.timing), p.codec_state_bytes, stage_split(p.timing, p.active_s, step_time_s))
             for p in prepares
         ),
-        links=tuple(link for p in prepares for link in _link_records(p, len(prepares), last_link, step_time_s)),
+        links=tuple(link for p in prepares for link in _link_records(p, ends, step_time_s)),
         lr=lr,
     )
+
+
+def _sum(terms: Sequence[float]) -> float:
+    """Exact where it is finite, so independent of the order."""
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
 
 
 def stage_split(timing: Mapping[str, float], active_s: float, step_time_s: float) -> StageSplit:
@@ -224,7 +248,7 @@ def stage_split(timing: Mapping[str, float], active_s: float, step_time_s: float
     )
 
 
-def _link_records(prepare: Prepare, num_stages: int, last_link: int, step_time_s: float) -> list[LinkRecord]:
+def _link_records(prepare: Prepare, ends: Sequence[LinkEnds], step_time_s: float) -> list[LinkRecord]:
     """The traffic that a stage sent, with the relative errors that it measured: infinite perhaps, never negative."""
     if not all(len(error) == 3 and error[2] >= 0 for error in prepare.codec_errors):
         raise RemoteProtocolError(
@@ -237,32 +261,33 @@ def _link_records(prepare: Prepare, num_stages: int, last_link: int, step_time_s
             if len(row) != ROW_LENGTH or not all(0 <= number <= _MAX_NUMBER for number in row):
                 raise ValueError
             link, direction, frames, payload, wire, elements = (int(number) for number in row[:NUM_COUNTS])
-            receiver, traffic = _other_end(prepare.stage, link, Direction(direction), num_stages, last_link)
-        except (ValueError, OverflowError):
+            receiver, traffic = _other_end(prepare.stage, ends[link], Direction(direction))
+        except (ValueError, OverflowError, IndexError):
             raise RemoteProtocolError(
                 f"stage {prepare.stage} reported impossible traffic: {list(row)[:ROW_LENGTH]}"
             ) from None
         busy_s, sending_s, wire_s, round_trip_s = row[NUM_COUNTS:]
-        ends, counts = (link, prepare.stage, receiver, traffic), (frames, payload, wire, elements)
+        place, counts = (link, prepare.stage, receiver, traffic), (frames, payload, wire, elements)
         idle_s, error = max(0.0, step_time_s - busy_s), errors.get((row[0], row[1]))
         times_s = busy_s, sending_s, wire_s, idle_s
-        records.append(LinkRecord(*ends, *counts, *times_s, relative_error=error, round_trip_s=round_trip_s))
+        records.append(LinkRecord(*place, *counts, *times_s, relative_error=error, round_trip_s=round_trip_s))
     return records
 
 
-def _other_end(stage: int, link: int, direction: Direction, num_stages: int, last: int) -> tuple[int, Traffic]:
+def _other_end(stage: int, ends: LinkEnds, direction: Direction) -> tuple[int, Traffic]:
     """The stage that receives what this stage sends on this link, and the kind of traffic.
 
-    Both directions of the link of tied embeddings (number `last`) carry gradients.
+    Both directions of a link that is no cut, of tied embeddings or of replicas, carry gradients.
     """
-    if link == last and stage in (0, num_stages - 1) and num_stages > 1:
-        return num_stages - 1 - stage, "gradients"
-    before, after = link % num_stages, (link + 1) % num_stages
-    if stage == before and link < last and direction is Direction.FORWARD:
-        return after, "activations"
-    if stage == after and link < last and direction is Direction.BACKWARD:
-        return before, "gradients"
-    raise ValueError
+    if stage not in (ends.lower, ends.upper):
+        raise ValueError
+    is_lower = stage == ends.lower
+    other = ends.upper if is_lower else ends.lower
+    if ends.cut is None:
+        return other, "gradients" if ends.is_tie else "all-reduce"
+    if ends.lower != ends.upper and is_lower != (direction is Direction.FORWARD):
+        raise ValueError
+    return other, "activations" if direction is Direction.FORWARD else "gradients"
 
 
 # -- traces ----------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Training:
     def _begin_at(self, point: RestorePoint) -> None:
         """Begin with the state of the links' codecs that the checkpoint keeps."""
         options, run = self._ctx.options, self._run
-        num_links = options.num_stages * options.chunks_per_stage - 1
+        num_links = options.grid.first_sum_link - options.tie_link * options.replicas
         saved = {key: value for key, value in point.saved_codecs.items() if key != SAVED}
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
         self._memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
@@ -153,7 +153,7 @@ class Training:
         last = run.last_prepares[seat.stage] if run.last_prepares else None
         if is_repeated(prepare, seat.prepared) or (seat.prepared is None and is_repeated(prepare, last)):
             return False
-        is_last = seat.stage == len(self._seats) - 1
+        is_last = self._ctx.options.grid.is_last(seat.stage)
         check_prepare(prepare, run.step, seat.prepared, seat.name, is_last=is_last)
         seat.prepared, seat.position = prepare, max(seat.position, prepare.step + 1)
         prepares = [each.prepared for each in self._seats if each.prepared is not None]
@@ -171,6 +171,7 @@ class Training:
             names,
             num_steps=run.num_steps,
             snapshot_every=options.snapshot_every,
+            replicas=options.replicas,
             skipped_in_a_row=run.skipped_in_a_row,
             stop=run.stop_signal is not None,
         )
@@ -205,7 +206,7 @@ class Training:
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options
         lr = learning_rate(options.training, commit.step, self._run.num_steps)
-        record = step_record(commit, prepares, step_time_s, options.chunks_per_stage, lr)
+        record = step_record(commit, prepares, step_time_s, options.grid, lr)
         pairs = zip(record.stages, self._memory, strict=True)
         stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
         schedule, depths = self._schedule.present

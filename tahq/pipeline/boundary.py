@@ -187,20 +187,31 @@ class Boundary:
 
         `sample_ids` name the B samples; codecs that remember samples need them in training.
         """
+        frame, finite = self.encoded(id, tensor, sample_ids)
+        self.transport.send(frame)
+        every = self._measure_every
+        if every and id.micro_batch == 0 and id.step % every == 0 and id.purpose is Purpose.TRAIN:
+            with self._stopwatch.measure("guard"):
+                error = _relative_error(self.decoded(frame), tensor)
+                self._errors.append(ErrorSample(self.transport.link, id.direction, error))
+        return finite
+
+    def encoded(
+        self, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None = None
+    ) -> tuple[Frame, bool]:
+        """A tensor's frame, and whether all of it is finite; see `send`."""
         index = self.codecs.index(id.purpose, id.direction, id.step)
         codec = self.codecs.codecs[index]
         with self._stopwatch.measure("encode", id):
             encoded = codec.encode(tensor, **self._codec_arguments(codec, id, sample_ids))
             payload = _at(self.transport.payload_device, encoded)
             finite = not codec.has_non_finite(payload)
-        frame = Frame(id, index, tensor.dtype, tuple(tensor.shape), payload)
-        self.transport.send(frame)
-        every = self._measure_every
-        if every and id.micro_batch == 0 and id.step % every == 0 and id.purpose is Purpose.TRAIN:
-            with self._stopwatch.measure("guard"):
-                error = _relative_error(self._decode(codec, frame, None), tensor)
-                self._errors.append(ErrorSample(self.transport.link, id.direction, error))
-        return finite
+        return Frame(id, index, tensor.dtype, tuple(tensor.shape), payload), finite
+
+    def decoded(self, frame: Frame, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
+        """The tensor of a frame of `encoded`, as its receivers decode it."""
+        codec, payload = self.codecs.codecs[frame.codec], frame.payload.to(self._device, non_blocking=True)
+        return codec.decode(payload, frame.shape, frame.dtype, **self._codec_arguments(codec, frame.id, sample_ids))
 
     def post(self, id: LogicalId, shape: tuple[int, ...]) -> None:
         """Post a receive, so that its frame is accepted whenever it arrives."""
@@ -238,7 +249,7 @@ class Boundary:
                 f"shape, dtype) {got}, expected {expected}; run the same version of tahq on both hosts"
             )
         with self._stopwatch.measure("decode", frame.id):
-            return self._decode(self.codecs.codecs[frame.codec], frame, sample_ids)
+            return self.decoded(frame, sample_ids)
 
     def codec_ends(self, block: int, *, is_incoming: bool) -> list[CodecEnd]:
         """This side's ends of the codecs that remember samples, at the cut behind `block` blocks of the model.
@@ -253,10 +264,6 @@ class Boundary:
             )
             for direction, codec in self.codecs.stateful.items()
         ]
-
-    def _decode(self, codec: Codec, frame: Frame, sample_ids: Sequence[int] | None) -> torch.Tensor:
-        payload = frame.payload.to(self._device, non_blocking=True)
-        return codec.decode(payload, frame.shape, frame.dtype, **self._codec_arguments(codec, frame.id, sample_ids))
 
     def _codec_arguments(self, codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> dict[str, Any]:
         arguments: dict[str, Any] = {"key": codec_key(id, self._seed) if codec.is_keyed else 0}

@@ -169,6 +169,9 @@ class PipelineConfig(Section):
     """Micro-batches that a stage may hold at once, one number or a list by stage; under `interleaved`, pairs of a
     chunk and a micro-batch. None: under `auto` what makes steps shortest and fits the memory, else the schedule's
     default, which hides no latency."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Pipelines side by side, each with its part of the batch; they sum their gradients before every update. Their
+    stages are numbered through: stage s of replica r has the number r · `stages` + s."""
     chunks: int = Field(default=1, ge=1, le=16)
     """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
     layers: list[Annotated[int, Field(ge=1)]] | None = None
@@ -197,6 +200,11 @@ class PipelineConfig(Section):
         return self.stages * self.chunks
 
     @property
+    def num_workers(self) -> int:
+        """Stages of all replicas."""
+        return self.stages * self.replicas
+
+    @property
     def first_schedule(self) -> str:
         """The schedule that a run begins with."""
         if self.schedule != "auto":
@@ -216,6 +224,6 @@ class PipelineConfig(Section):
         return [self.in_flight] * self.stages if isinstance(self.in_flight, int) else self.in_flight
 
     def actions(self, num_micro_batches: int) -> Schedule:
-        """The schedule of a step with this many micro-batches; ScheduleError: unsuitable depths."""
-        depths, chunks = self.first_depths, self.chunks
-        return generate(self.first_schedule, self.stages, num_micro_batches, depths=depths, chunks_per_stage=chunks)
+        """A replica's schedule of a step with this many micro-batches; ScheduleError: unsuitable depths."""
+        depths, chunks, count = self.first_depths, self.chunks, max(1, num_micro_batches // self.replicas)
+        return generate(self.first_schedule, self.stages, count, depths=depths, chunks_per_stage=chunks)

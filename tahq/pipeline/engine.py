@@ -27,6 +27,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.boundary import Boundary
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
+from tahq.pipeline.gradient_sum import GradientSum
 from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, summed_cross_entropy
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.spans import Stopwatch
@@ -59,9 +60,13 @@ class StepShape:
     """The sizes that all steps have in common."""
 
     num_micro_batches: int
+    """Of all replicas."""
     micro_batch: int
     seq_len: int
     hidden_size: int
+    replica: int = 0
+    first_micro_batch: int = 0
+    """The first of those that this replica computes, which numbers its own from 0."""
 
     @property
     def boundary(self) -> tuple[int, int, int]:
@@ -124,6 +129,7 @@ class StageEngine:
         bf16: compute under bf16 autocast.
         stopwatch: shared with the boundaries.
         tied: exchanges the gradients of tied embeddings.
+        sums: sums gradients over the replicas of the pipeline; None: there is one.
         on_action: called before each action with (step, action); may raise to end the step.
         on_step: called with each step's number before it is computed.
         lanes: where encoding and decoding happen.
@@ -139,6 +145,7 @@ class StageEngine:
     bf16: bool = False
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     tied: TiedEmbedding | None = None
+    sums: GradientSum | None = None
     on_action: Callable[[int, Action], None] | None = None
     on_step: Callable[[int], None] | None = None
     lanes: CodecLanes = field(default_factory=InlineLanes)
@@ -150,6 +157,7 @@ class StageEngine:
     def follow(self, actions: Sequence[Action]) -> None:
         """Compute the following steps by this row of a schedule."""
         self.actions = actions
+        self._last = {action.chunk: action for action in self.actions}
         self._split = {(action.chunk, action.micro_batch) for action in self.actions if action.kind is ActionKind.I}
         sources = {number for number, chunk in self.chunks.items() if chunk.incoming is None}
         self._held_up = held_up_by_depth(self.actions, sources)
@@ -174,6 +182,8 @@ class StageEngine:
             sample_ids = self.order.micro_batches(number) if self.order is not None else None
         step = self._step = _Step(number, batch, sample_ids)
         self._scale_gradients(self.shape.gradient_scale)  # those of earlier steps that were not applied
+        if self.sums is not None:
+            self.sums.post(number)
         self.lanes.begin(self._post_receives())
         with sharing_copies_of(chunk.module for chunk in self.chunks.values()):
             for action in self.actions:
@@ -186,8 +196,12 @@ class StageEngine:
                         step.deferred.pop((action.chunk, action.micro_batch)).run()
                 else:
                     self._backward(step, action)
+                if self.sums is not None and action is self._last[action.chunk]:
+                    self.sums.send(number, action.chunk)
         step.spent = None
         finite = self.lanes.finish()
+        if self.sums is not None:
+            self.sums.finish(number)
         self._scale_gradients(1 / self.shape.gradient_scale)
         if self.tied is not None:
             self.tied.exchange(number)
@@ -205,12 +219,12 @@ class StageEngine:
     def _forward(self, step: _Step, action: Action) -> None:
         chunk, key = self.chunks[action.chunk], (action.chunk, action.micro_batch)
         if chunk.incoming is None:
-            tokens, _ = _given(step.batch).micro_batch(action.micro_batch)
+            tokens, _ = _given(step.batch).micro_batch(self.shape.first_micro_batch + action.micro_batch)
             x = tokens.to(self.device, non_blocking=True)
         else:
             x = self.lanes.take().requires_grad_()
         chunk.module.deferred = step.deferred.setdefault(key, DeferredGradients()) if key in self._split else None
-        self.random.at(step.number, 0, action.micro_batch, int(Purpose.TRAIN))
+        self.random.at(step.number, self.shape.replica, action.micro_batch, int(Purpose.TRAIN))
         with self.stopwatch.measure("forward", action):
             y = chunk.compute(x, bf16=self.bf16)
             if chunk.outgoing is None:
@@ -222,7 +236,7 @@ class StageEngine:
     def _loss(self, step: _Step, logits: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """The micro-batch's part of the step's mean loss, times the gradient scale."""
         batch = _given(step.batch)
-        _, labels = batch.micro_batch(micro_batch)
+        _, labels = batch.micro_batch(self.shape.first_micro_batch + micro_batch)
         loss = summed_cross_entropy(logits, labels.to(self.device, non_blocking=True))
         step.losses.append(loss.detach())
         return loss / (max(batch.num_tokens, 1) / self.shape.gradient_scale)

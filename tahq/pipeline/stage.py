@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save
 
 from tahq.comm.link.frame import Direction
+from tahq.comm.topology import Grid, LinkEnds
 from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
@@ -28,6 +30,7 @@ from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durabl
 from tahq.pipeline.codec_lanes import InlineLanes, ThreadedLanes
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
+from tahq.pipeline.gradient_sum import GradientSum, SumCodecs, sum_codec
 from tahq.pipeline.gradients import TiedEmbedding
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
@@ -38,6 +41,10 @@ from tahq.units import format_size
 
 MAX_KEPT_BATCHES = 16
 """Batches of non-finite steps that are kept, so that a run that skips many steps does not fill the disk."""
+
+DIGEST_EVERY = 10
+"""Steps between two comparisons of the replicas' weights."""
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +63,22 @@ class StagePlan:
     wire: WireConfig
     tie: bool
     stores_gradients: bool = False  # `memory.gradients: fp8`
+    sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
+
+    @property
+    def grid(self) -> Grid:
+        """All stages and their links."""
+        return Grid(self.pipeline.stages, self.pipeline.replicas, self.pipeline.chunks, self.tie)
+
+    @property
+    def replica(self) -> int:
+        """Number of the pipeline that the stage belongs to."""
+        return self.stage // self.pipeline.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of each replica's step."""
+        return self.training.num_micro_batches // self.pipeline.replicas
 
 
 class Stage:
@@ -92,13 +115,14 @@ class Stage:
         self._transports = dict(transports)
         self._device = device
         self._boundaries: dict[int, Boundary] = {}
+        mine = (ends for ends in plan.grid.links() if plan.stage in (ends.lower, ends.upper))
+        self._links = {ends.cut: ends for ends in mine if ends.cut is not None}
         parameters = {name: p for module in modules.values() for name, p in module.canonical_parameters().items()}
         low_rank = {name: w for module in modules.values() for name, w in low_rank_weights(module).items()}
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
-        self._shape = StepShape(
-            training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
-        )
+        sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
+        self._shape = StepShape(*sizes, plan.replica, plan.replica * plan.num_micro_batches)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
@@ -117,7 +141,7 @@ class Stage:
                 end.codec.keep_in(cache_folder)
         self.engine = StageEngine(
             chunks=chunks,
-            actions=plan.pipeline.actions(training.num_micro_batches).actions[plan.stage],
+            actions=plan.pipeline.actions(training.num_micro_batches).actions[plan.stage % plan.pipeline.stages],
             shape=self._shape,
             batches=batches,
             order=order if self._codec_ends else None,
@@ -126,6 +150,7 @@ class Stage:
             bf16=bf16,
             stopwatch=self.stopwatch,
             tied=tied,
+            sums=self._sums(modules) if plan.pipeline.replicas > 1 else None,
             on_action=on_action,
             on_step=self.update.begin,
             lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else InlineLanes(),
@@ -147,6 +172,9 @@ class Stage:
             for number, codec in enumerate(codecs, start=1):
                 working(f"compiling kernels, codec {number}/{len(codecs)}")
                 codec.prepare(self._shape.boundary, BOUNDARY_DTYPE, self._device)
+            if self.engine.sums is not None:
+                working("compiling kernels of sums over replicas")
+                self.engine.sums.prepare(self._device)
         except CodecError as error:
             raise ConfigError(f"stage {self.plan.stage}: wire: {error}") from error
         log.info("codecs ready in %.2f s", time.perf_counter() - begin_s)
@@ -195,16 +223,16 @@ class Stage:
         """
         if not name:
             return
-        pipeline, training = self.plan.pipeline, self.plan.training
+        pipeline = self.plan.pipeline
         try:
             chosen = generate(
-                *(name, pipeline.stages, training.num_micro_batches),
+                *(name, pipeline.stages, self.plan.num_micro_batches),
                 depths=list(depths) or None,
                 chunks_per_stage=pipeline.chunks,
             )
         except ScheduleError as error:
             raise RemoteProtocolError(f"the coordinator sent an invalid schedule: {error}") from error
-        self.engine.follow(chosen.actions[self.plan.stage])
+        self.engine.follow(chosen.actions[self.plan.stage % pipeline.stages])
 
     def take_codec_errors(self) -> list[ErrorSample]:
         """Codec errors measured since the last call."""
@@ -214,23 +242,58 @@ class Stage:
         """Traffic since the last call, by link and direction."""
         return [stats for transport in self._transports.values() for stats in transport.take_stats()]
 
-    def _chunk(self, number: int, module: ModelSlice) -> Chunk:
-        for link in (number - 1, number):
-            if 0 <= link < self.plan.pipeline.num_chunks - 1:
-                self._boundaries[link] = self._boundary(link)
-        return Chunk(module, self._boundaries.get(number - 1), self._boundaries.get(number))
+    def weights_digest(self, step: int) -> str:
+        """A sum over the bits of all weights, for replicas to compare; empty except every few steps."""
+        if self.plan.pipeline.replicas == 1 or step % DIGEST_EVERY:
+            return ""
+        tensors = (tensor for name, tensor in self.update.tensors().items() if name.startswith("model/"))
+        sums = [tensor.contiguous().view(_WORDS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors]
+        return blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=16).hexdigest()
 
-    def _boundary(self, link: int) -> Boundary:
-        identity, codecs = CutIdentity(self.plan.run, self.plan.seed, link), CodecTable(self.plan.wire)
-        stages, follow = self.plan.pipeline.stages, self.plan.wire.follow
-        (peer,) = {link % stages, (link + 1) % stages} - {self.plan.stage}
+    @property
+    def evaluates(self) -> bool:
+        """Whether this stage takes part in evaluations: the first replica's do."""
+        return self.plan.replica == 0
+
+    def _chunk(self, number: int, module: ModelSlice) -> Chunk:
+        ends = {cut: self._links[cut] for cut in (number - 1, number) if cut in self._links}
+        for cut, link in ends.items():
+            self._boundaries.setdefault(link.link, self._boundary(link, cut))
+        incoming, outgoing = (self._boundaries[ends[cut].link] if cut in ends else None for cut in (number - 1, number))
+        return Chunk(module, incoming, outgoing)
+
+    def _boundary(self, ends: LinkEnds, cut: int) -> Boundary:
+        identity = CutIdentity(self.plan.run, self.plan.seed, cut, self.plan.replica)
+        codecs, follow = CodecTable(self.plan.wire), self.plan.wire.follow
         every = follow.guard.measure_every if follow is not None and follow.guard.max_error is not None else None
-        return Boundary(self._transports[link], identity, codecs, self._device, self.stopwatch, peer, every)
+        return self._link_boundary(ends, identity, codecs, every)
+
+    def _link_boundary(
+        self, ends: LinkEnds, identity: CutIdentity, codecs: CodecTable, every: int | None = None
+    ) -> Boundary:
+        (peer,) = {ends.lower, ends.upper} - {self.plan.stage}
+        return Boundary(self._transports[ends.link], identity, codecs, self._device, self.stopwatch, peer, every)
+
+    def _sums(self, modules: Mapping[int, ModelSlice]) -> GradientSum:
+        plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
+        links = [ends for ends in grid.links()[grid.first_sum_link :] if ends.lower in grid.replicas_of(plan.stage)]
+        specs = {ends.link: plan.sum_codecs[ends.link] for ends in links}
+        # all get the same codes of a sum: those for the farthest
+        of_sums = wire.all_reduce if wire.all_reduce in specs.values() else specs[links[0].link]
+        identity, boundaries = CutIdentity(plan.run, plan.seed, grid.num_cuts, plan.replica), {}
+        for ends in links:
+            if plan.stage in (ends.lower, ends.upper):
+                codecs = SumCodecs(sum_codec(specs[ends.link], wire), sum_codec(of_sums, wire))
+                other = ends.upper if ends.lower == plan.stage else ends.lower
+                boundaries[other // grid.num_stages] = self._link_boundary(ends, identity, codecs)
+        holders = {number: list(module.canonical_parameters().values()) for number, module in modules.items()}
+        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts)
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         stage, pipeline = self.plan.stage, self.plan.pipeline
         owns_one_copy = (stage == 0) != (stage == pipeline.stages - 1)
-        boundary = self._boundary(pipeline.num_chunks - 1) if owns_one_copy else None
+        ends = next(ends for ends in self.plan.grid.links() if ends.is_tie) if owns_one_copy else None
+        boundary = self._boundary(ends, pipeline.num_chunks - 1) if ends is not None else None
         embedding = holders.get(self._module.spec.layout.embedding_weight)
         return TiedEmbedding(embedding, holders.get(HEAD_WEIGHT), boundary)
 

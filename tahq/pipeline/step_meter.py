@@ -23,6 +23,7 @@ from tahq.pipeline.spans import Span, Stopwatch
 
 PART = 2048
 """Spans per message, some 200 kB, so that no heartbeat waits long behind one."""
+_OTHERS = {Purpose.TIE: "tied gradient", Purpose.SUM: "summed gradients"}
 _WAITS = {"memory": "room", "codec": "the codec"}
 
 
@@ -164,7 +165,7 @@ def _name(category: str, sender: str, detail: Any) -> str:
     if category == "wait":
         category = f"wait for stage {sender}" if sender.isdecimal() else f"wait for {_WAITS.get(sender, sender)}"
     if isinstance(detail, LogicalId):
-        what = CARRIED[detail.direction] if detail.purpose is not Purpose.TIE else "tied gradient"
+        what = _OTHERS.get(detail.purpose, CARRIED[detail.direction])
         return f"{category}: {what} {detail.micro_batch}"
     return category if detail is None else str(detail)
 

@@ -7,16 +7,17 @@ afford, and replicas put pipelines side by side. Pure: equal problems give equal
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, permutations
+from itertools import permutations
 from operator import attrgetter
 
 import numpy as np
 
 from tahq.comm.network_model import transmission_s
 from tahq.errors import UserError
-from tahq.plan.prediction import Prediction, is_long, predict, step_time_s
+from tahq.memory.agoq.stored_gradients import stored_gradient_nbytes
+from tahq.plan.prediction import Prediction, is_long, predict
 from tahq.plan.problem import PipelinePlan, PlanProblem
-from tahq.plan.search.candidates import CandidateSearch, Progress
+from tahq.plan.search.candidates import MAX_ALL_HOSTS, CandidateSearch, Progress
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations
 from tahq.plan.search.stages import StageCosts, depth_profiles
@@ -38,13 +39,13 @@ class NothingFitsError(UserError):
 class Replicas:
     """Pipelines side by side, each on hosts of its own, that train one model.
 
-    `plans` have their shares of the batch as `num_micro_batches`: whole micro-batches in proportion to their speeds.
-    After the slowest, the gradients are averaged,
+    `plans` differ in their hosts only, and have an equal part of the batch. After the slowest, gradients are summed
+    (`pipeline/gradient_sum.py`), of every stage s at once:
 
-        T = max_r T_r(share_r) + 2·(R − 1)/R · bytes / rate + 2·(R − 1) · latency
+        T = max_r T_r + max_s (2·(R − 1)/R · bytes_s / rate_s) + 2·latency
 
-    a ring's all-reduce of the fp32 gradients of the fullest stage, at the slowest rate and the longest latency between
-    any two of the hosts that would exchange them.
+    with the FP8 codes of the stage's gradients, at the slowest rate of its hosts, and the longest latency between two
+    of them. Coding is not counted, and neither is that later stages begin earlier.
     """
 
     plans: tuple[PipelinePlan, ...]
@@ -98,6 +99,8 @@ def plan(
     best = _best_in_pieces(simulations, ranked)
     _check_paths(table, best.plan)
     replicas = _replicas(table, best.plan, progress) if problem.max_replicas > 1 else None
+    if replicas is not None and replicas.step_s >= best.step_s:
+        replicas = None
     others = tuple(each for each in simulations.ranked() if each != best.plan)
     return Planned(table, best, others, replicas, len(simulations.times_s))
 
@@ -158,77 +161,87 @@ def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
 
 
 def _replicas(table: ClusterTable, first: PipelinePlan, progress: Progress) -> Replicas | None:
-    """More pipelines from the remaining hosts, for as long as they make the whole faster."""
-    plans, best = [first], _combined(table, [first])
-    while best is not None and len(plans) < table.problem.max_replicas:
-        used = {host for each in plans for host in each.hosts}
-        free = [host for host in range(table.num_hosts) if host not in used]
-        if len(free) < first.num_stages:
-            break
-        each = 0.5 / (table.problem.max_replicas - 1)
-        part = _part(progress, 0.5 + each * (len(plans) - 1), 0.5 + each * len(plans))
-        found = Search(Simulations(table, BUDGET_ACTIONS // 20), free, like=first, progress=part).run()
-        together = _combined(table, [*plans, found[0]]) if found else None
-        if together is None or together.step_s >= best.step_s:
-            break
-        plans.append(found[0])
-        best = together
-    return best if len(plans) > 1 else None
+    """The fastest replicas, from two to as many as are allowed; None: there is no room for any."""
+    most = min(table.problem.max_replicas, table.num_hosts)
+    shapes = [
+        (count, stages)
+        for count in range(2, most + 1)
+        for stages in _stage_counts(table, first, count)
+        if table.problem.model.global_batch % count == 0
+    ]
+    found = list[Replicas]()
+    for number, (count, stages) in enumerate(shapes):
+        part = _part(progress, 0.5 + 0.5 * number / len(shapes), 0.5 + 0.5 * (number + 1) / len(shapes))
+        plans = _side_by_side(table, count, stages, part)
+        if plans:
+            all_reduce_s = _all_reduce_s(table, plans)
+            slowest_s = max(predict(table, plan).step_s for plan in plans)
+            found.append(Replicas(plans, slowest_s + all_reduce_s, all_reduce_s))
+    return min(found, key=attrgetter("step_s"), default=None)
 
 
-def _combined(table: ClusterTable, plans: Sequence[PipelinePlan]) -> Replicas | None:
-    """Pipelines on disjoint hosts, each planned for the whole batch, together; None: too few micro-batches."""
-    count = plans[0].num_micro_batches
-    if count < len(plans):
-        return None
-    speeds = [1 / step_time_s(table, plan) for plan in plans]
-    shared = tuple(
-        replace(plan, num_micro_batches=share, depths=tuple(min(depth, share) for depth in plan.depths))
-        for plan, share in zip(plans, _shares(count, speeds), strict=True)
-    )
-    all_reduce_s = _all_reduce_s(table, plans)
-    slowest_s = max(step_time_s(table, plan) for plan in shared)
-    return Replicas(shared, slowest_s + all_reduce_s, all_reduce_s)
+def _stage_counts(table: ClusterTable, first: PipelinePlan, count: int) -> list[int]:
+    """Numbers of stages to try with so many replicas; of many hosts only few."""
+    problem = table.problem
+    most = min(table.num_hosts // count, problem.model.num_layers)
+    if problem.in_order:
+        every = {table.num_hosts // count} if table.num_hosts % count == 0 else set()
+    elif most > MAX_ALL_HOSTS:
+        every = {first.num_stages, most}
+    else:
+        every = set(range(1, most + 1))
+    return sorted(number for number in every if number <= most and problem.num_stages in (None, number))
 
 
-def _shares(count: int, speeds: Sequence[float]) -> list[int]:
-    """Whole shares of `count` in proportion, at least one each, so that the slowest is done as early as possible."""
-    shares = [1] * len(speeds)
-    for _ in range(count - len(speeds)):
-        shares[min(range(len(speeds)), key=lambda index: (shares[index] + 1) / speeds[index])] += 1
-    return shares
+def _side_by_side(table: ClusterTable, count: int, num_stages: int, progress: Progress) -> tuple[PipelinePlan, ...]:
+    """Plans of so many replicas that differ in their hosts only; empty: the hosts have no memory for them."""
+    model = table.problem.model
+    batch = model.global_batch // count
+    held = {size: each for size, each in model.held.items() if batch % size == 0}
+    if not held:
+        return ()
+    part = replace(model, global_batch=batch, held=held)
+    own = ClusterTable(replace(table.problem, model=part, num_stages=num_stages, max_replicas=1))
+    free, plans = list(range(table.num_hosts)), list[PipelinePlan]()
+    for number in range(count):
+        hosts = free[:num_stages] if table.problem.in_order else free
+        done = _part(progress, number / count, (number + 1) / count)
+        simulations = Simulations(own, BUDGET_ACTIONS // 20)
+        ranked = Search(simulations, hosts, like=plans[0] if plans else None, progress=done).run()
+        if not ranked:
+            return ()
+        if not plans:
+            ranked = [_best_in_pieces(simulations, ranked).plan]
+        plans.append(replace(plans[0], hosts=ranked[0].hosts) if plans else ranked[0])
+        free = [host for host in free if host not in ranked[0].hosts]
+    layers = np.array(plans[0].layers, dtype=float)
+    limits = np.min([StageCosts.of(own, plan).depth_limits(layers) for plan in plans], axis=0)
+    if limits.min() < 1:
+        return ()
+    depths = tuple(int(min(pair)) for pair in zip(plans[0].depths, limits, strict=True)) if plans[0].depths else ()
+    return tuple(replace(plan, depths=depths) for plan in plans)
 
 
 def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
     count = len(plans)
-    if count == 1:
-        return 0.0
-    pairs = [pair for one, other in permutations(plans, 2) for pair in _facing(one, other)]
-    ends = tuple(np.array(pairs).T)
-    nbytes = 2 * (count - 1) / count * max(_gradient_nbytes(table, plan) for plan in plans)
-    return transmission_s(nbytes, float(table.pair_rate[ends].min())) + 2 * (count - 1) * float(
-        table.latency_s[ends].max()
-    )
+    seconds = []
+    for nbytes, hosts in zip(
+        _sum_nbytes(table, plans[0]), zip(*(plan.hosts for plan in plans), strict=True), strict=True
+    ):
+        ends = tuple(np.array(list(permutations(hosts, 2))).T)
+        own = np.array(hosts)
+        rate = float(min(table.up[own].min(), table.down[own].min(), (count - 1) * table.pair_rate[ends].min()))
+        seconds.append(transmission_s(2 * (count - 1) / count * nbytes, rate) + 2 * float(table.latency_s[ends].max()))
+    return max(seconds)
 
 
-def _facing(one: PipelinePlan, other: PipelinePlan) -> list[tuple[int, int]]:
-    """Hosts of two replicas that hold the same layers, or some of them."""
-    held, peers = ([*zip(plan.hosts, pairwise((0, *accumulate(plan.layers))), strict=True)] for plan in (one, other))
-    return [
-        (host, peer)
-        for host, (first, end) in held
-        for peer, (peer_first, peer_end) in peers
-        if first < peer_end and peer_first < end
-    ]
-
-
-def _gradient_nbytes(table: ClusterTable, plan: PipelinePlan) -> float:
-    """Of the stage that has most to exchange, in fp32."""
+def _sum_nbytes(table: ClusterTable, plan: PipelinePlan) -> list[float]:
+    """Of the FP8 codes of each stage's gradients."""
     model = table.problem.model
-    stages = [layers * model.block_nbytes / model.num_states for layers in plan.layers]
-    stages[0] += model.first_nbytes / model.num_states
-    stages[-1] += model.last_nbytes / model.num_states
-    return max(stages)
+    weights = [layers * model.block_nbytes for layers in plan.layers]
+    weights[0] += model.first_nbytes
+    weights[-1] += model.last_nbytes
+    return [stored_gradient_nbytes(int(each / model.num_states / np.float32().itemsize)) for each in weights]
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 PAPER_WORD = "paper"
 PAPER: Mapping[str, str] = MappingProxyType({"activations": "tah", "gradients": "fixed:bits=8"})
 """The codecs that `wire: paper` selects: TAH-Quant's pair, with 8-bit gradients."""
+FP8 = "fp8"
+"""E4M3 in blocks of 128 with a scale, for `all_reduce`."""
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType({PAPER_WORD: PAPER, "auto": {}})
 """Words in place of the section."""
 
@@ -103,6 +105,10 @@ class WireConfig(Section):
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     threads: int = Field(default=1, ge=1)
     follow: FollowConfig | None = None
+    all_reduce: str = FP8
+    """Codec of gradients that replicas sum (`pipeline.replicas`): `fp8`, or any that keeps no memory of samples."""
+    all_reduce_inside: str | None = None
+    """The same between hosts of one site; None: `all_reduce`."""
     replay: str | None = Field(default=None, min_length=1)
     """metrics.jsonl of an earlier run whose codec changes are repeated, instead of measuring."""
 
@@ -123,6 +129,11 @@ class WireConfig(Section):
         with _as_value_error():
             _warn_of_wasted_bits(CodecSpec.parse(text))
         return text
+
+    @field_validator("all_reduce", "all_reduce_inside")
+    @classmethod
+    def _known_codec_of_sums(cls, text: str | None) -> str | None:
+        return text if text in (None, FP8) else _stateless(text)
 
     @field_validator("gradients")
     @classmethod

@@ -16,7 +16,7 @@ from tahq.comm.control.messages import Assign, Hello, Plan
 from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import stage_estimate
+from tahq.config.stage_estimate import chunks_of, stage_estimate
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
@@ -190,14 +190,14 @@ class Assembly:
         """
         stage, stages = assign.stage, config.pipeline.stages
         working("reading data")
-        data = StageData.load(config) if stage in (0, stages - 1) else None
+        data = StageData.load(config) if stage % stages in (0, stages - 1) else None
         working("building the model")
         spec = resolved_spec(config, data.tokenizer.vocab_size if data is not None else None)
         _check_room(config, spec, stage)
         folder = Path(config.run.dir) / config.run.name / assign.snapshot
         reader = SnapshotReader(folder, assign.snapshot_files, working) if assign.snapshot else None
         random = RandomContext(config.run.seed)
-        chunks, ranges = range(stage, config.pipeline.num_chunks, stages), block_ranges(config, spec)
+        chunks, ranges = chunks_of(config, stage), block_ranges(config, spec)
         num_weights = sum(shape.numel() for c in chunks for shape in slice_parameters(spec, ranges[c]).values())
         filled = counted(working, "building the model" if spec.folder is None else "loading weights", 4 * num_weights)
         modules = {
@@ -260,6 +260,7 @@ class Assembly:
                 wire=config.wire,
                 stores_gradients=config.memory.gradients == "fp8",
                 tie=config.model.tie == "sync",
+                sum_codecs=config.sum_codecs,
             ),
             self.modules,
             self._batches,
@@ -281,7 +282,7 @@ class Assembly:
         return StageMeta(
             step=step,
             stage=self.assign.stage,
-            num_stages=self.config.pipeline.stages,
+            num_stages=self.config.pipeline.num_workers,
             block_start=min(each.start for each in blocks),
             block_stop=max(each.stop for each in blocks),
             cursor=asdict(self._batches.cursor(step) if self._batches is not None else Cursor(step)),
@@ -306,7 +307,7 @@ class Assembly:
     @property
     def _own_file(self) -> str | None:
         """This stage's file of the checkpoint, if the same stages wrote it and it is here."""
-        mine = own_file(self.assign, self.config.pipeline.stages)
+        mine = own_file(self.assign, self.config.pipeline.num_workers)
         return mine if self.reader is not None and mine in self.reader.files else None
 
     def _sample_order(self, plan: Plan) -> SampleOrder:
@@ -348,6 +349,6 @@ def _check_room(config: ClusterConfig, spec: ModelSpec, stage: int) -> None:
     are_together = isinstance(config.hosts, str)
     if config.model.sleep is not None or (are_together and stage > 0):
         return
-    stages = range(config.pipeline.stages) if are_together else [stage]
+    stages = range(config.pipeline.num_workers) if are_together else [stage]
     nbytes = sum(stage_estimate(config, spec, number, bf16=False).snapshot for number in stages)
     check_room(snapshots_folder(config), nbytes)

@@ -278,6 +278,7 @@ class WorkerTraining:
             codec_state_bytes=stage.codec_state_nbytes,
             active_s=meter.active_s,
             codec_errors=[[float(e.link), float(e.direction), e.relative_error] for e in stage.take_codec_errors()],
+            weights_digest=stage.weights_digest(step),
         )
 
     def _await_commit(self, step: int) -> Commit:
@@ -310,7 +311,7 @@ class WorkerTraining:
                 self._keep_batch(commit.step)
         stage.use_codecs(commit.step + 1, commit.codecs)
         stage.use_schedule(commit.schedule, commit.depths)
-        if commit.evaluate:
+        if commit.evaluate and stage.evaluates:
             sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches, self._control.working)
             if sums is not None:
                 self._control.send(Evaluated(commit.step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))

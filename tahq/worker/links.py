@@ -69,7 +69,7 @@ def open_endpoint(
         return FrameLog(
             frames / f"stage-{stage:03d}" / f"link-{link:03d}",
             link,
-            run.frame_log // (2 * config.pipeline.chunks),
+            run.frame_log // (2 * config.pipeline.chunks + config.pipeline.replicas - 1),
             on_given_up=lambda reason: report(NotKept(stage, link, reason)),
             inside=frames,
         )
@@ -82,7 +82,7 @@ def open_endpoint(
         EndpointSettings(
             bind=bind,
             advertise=advertise,
-            shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.stages),
+            shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.num_workers),
             peer_timeout_s=run.peer_timeout,
             heartbeat_s=run.peer_timeout / 5,
             give_up_s=run.give_up,
@@ -140,7 +140,7 @@ def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
     """Rate at which a stage's worker fetches copies: `run.copy_rate`, or a share of its host's receiving rate."""
     if config.run.copy_rate is not None:
         return config.run.copy_rate
-    rate = host_shaping(config.links, config.hosts, stage, config.pipeline.stages).down_bits_per_s
+    rate = host_shaping(config.links, config.hosts, stage, config.pipeline.num_workers).down_bits_per_s
     return COPY_RATE_SHARE * rate if rate < float("inf") else COPY_RATE_BITS_PER_S
 
 

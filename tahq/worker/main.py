@@ -193,7 +193,8 @@ class Worker:
 
     def _configure(self, config: ClusterConfig) -> None:
         """Apply the keys of `run:` that concern this process."""
-        self._num_micro_batches, self._has_chunks = config.training.num_micro_batches, config.pipeline.chunks > 1
+        self._num_micro_batches = config.training.num_micro_batches // config.pipeline.replicas
+        self._has_chunks = config.pipeline.chunks > 1
         run, tahq_log = config.run, logging.getLogger("tahq")
         self._signals.grace_s = run.grace
         if tahq_log.getEffectiveLevel() > logging.DEBUG:  # else the command line asked for more
@@ -209,7 +210,7 @@ class Worker:
 
         folder, rate = Path(config.run.dir) / config.run.name, copy_rate_bits_per_s(config, assign.stage)
         fetch, report = partial(pieces, endpoint.fetching), self.control.send
-        return CheckpointCopies(assign, folder, config.pipeline.stages, rate, fetch, offer, report)
+        return CheckpointCopies(assign, folder, config.pipeline.num_workers, rate, fetch, offer, report)
 
     def _open_group(
         self, assembly: Assembly, plan: Plan, link: ZmqTransport, dial: str, transport: str
@@ -318,7 +319,7 @@ def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
         spec = resolved_spec(config, None)
         memory = stage_estimate(config, spec, stage, bf16=bf16)
         helpful = memory_savings(config, spec, stage, bf16=bf16, on_cpu=device.type == "cpu")
-        depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage)
+        depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage % config.pipeline.stages)
     except (UserError, ValueError, MemoryError, RuntimeError):
         return _GENERAL
     kinds = memory.kinds()

@@ -136,7 +136,13 @@ class MeasuringMember:
         def working(activity: str) -> None:
             self._working(f"{activity} ({begun}/{len(sizes) + len(order.codecs)})")
 
-        measurement = ComputeMeasurement(self._config, self._stage, self._device, working, shares_gpu=order.shares_gpu)
+        measurement = ComputeMeasurement(
+            self._config,
+            self._stage % self._config.pipeline.stages,
+            self._device,
+            working,
+            shares_gpu=order.shares_gpu,
+        )
         began_s = time.monotonic()
         for size in sizes:
             if order.limit_s and (time.monotonic() - began_s > order.limit_s or _is_no_faster(rows)) and len(rows) > 1:

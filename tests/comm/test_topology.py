@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.topology import Endpoint, Position, link_ends, plan_links, total_steps
+from tahq.comm.topology import Endpoint, Grid, Position, plan_links, total_steps
 from tahq.errors import ConfigError, UserError
 
 
@@ -32,19 +32,30 @@ def in_sites(*sites, devices=("cuda:0", "cuda:1", "cuda:0", "cuda:1")):
     ],
 )
 def test_higher_stage_dials_unless_the_lower_one_only_dials_out(addresses, rows):
-    assert plan_links(endpoints(*addresses), False) == rows
+    assert plan_links(endpoints(*addresses), Grid(len(addresses))) == rows
 
 
 def test_pair_that_only_dials_out_is_refused_with_both_names():
     with pytest.raises(UserError, match=r"link 1 .* stage 1 \(host1\) and stage 2 \(host2\)"):
-        plan_links(endpoints("a:1", "", ""), False)
+        plan_links(endpoints("a:1", "", ""), Grid(3))
 
 
 def test_link_of_tied_embeddings_comes_last_and_one_stage_has_no_links():
     for num_stages, number in ((2, 1), (4, 3)):
-        ends = link_ends(num_stages, True)[-1]
+        ends = Grid(num_stages, tie_link=True).links()[-1]
         assert (ends.link, ends.lower, ends.upper) == (number, 0, num_stages - 1)
-    assert plan_links(endpoints("a:1"), True) == [[]]
+    assert plan_links(endpoints("a:1"), Grid(1, tie_link=True)) == [[]]
+
+
+def test_links_of_replicas_are_numbered_through_and_those_of_their_sums_come_last():
+    grid = Grid(num_stages=2, replicas=3)
+    assert [(ends.link, ends.lower, ends.upper, ends.cut) for ends in grid.links()] == [
+        *((0, 0, 1, 0), (1, 2, 3, 0), (2, 4, 5, 0)),
+        *((3, 0, 2, None), (4, 0, 4, None), (5, 2, 4, None)),
+        *((6, 1, 3, None), (7, 1, 5, None), (8, 3, 5, None)),
+    ]
+    assert (grid.first_sum_link, grid.num_places, list(grid.replicas_of(3))) == (3, 6, [1, 3, 5])
+    assert [place for place in range(6) if grid.is_last(place)] == [1, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +68,9 @@ def test_link_of_tied_embeddings_comes_last_and_one_stage_has_no_links():
     ids=["two sites", "hosts without a site", "nccl"],
 )
 def test_links_inside_a_site_have_their_transport_and_all_others_zmq(sites, tied, inside, transports):
-    rows = [row for rows in plan_links(in_sites(*sites), tied, inside=inside) for row in rows]
+    rows = [
+        row for rows in plan_links(in_sites(*sites), Grid(len(sites), tie_link=tied), inside=inside) for row in rows
+    ]
     assert len(rows) == 2 * len(transports)
     assert all(row[4] == transports[row[0]] for row in rows)
 
@@ -71,16 +84,16 @@ def test_links_inside_a_site_have_their_transport_and_all_others_zmq(sites, tied
 )
 def test_nccl_joins_different_cuda_devices_only(devices, reason):
     with pytest.raises(ConfigError, match=reason):
-        plan_links(in_sites("home", "home", devices=devices), False, inside="nccl")
+        plan_links(in_sites("home", "home", devices=devices), Grid(2), inside="nccl")
 
 
 @given(st.lists(st.sampled_from(["", "x:1"]), min_size=1, max_size=8), st.booleans())
 def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, tied):
-    ends = endpoints(*addresses)
+    ends, grid = endpoints(*addresses), Grid(len(addresses), tie_link=tied)
     try:
-        rows = plan_links(ends, tied)
+        rows = plan_links(ends, grid)
     except UserError:
-        assert any(not ends[e.lower].address and not ends[e.upper].address for e in link_ends(len(ends), tied))
+        assert any(not ends[e.lower].address and not ends[e.upper].address for e in grid.links())
         return
     by_link = {}
     for stage, stage_rows in enumerate(rows):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tahq.comm.control.messages import Commit, Traced
 from tahq.comm.control.server import ClockOffset
+from tahq.comm.topology import Grid
 from tahq.coordinator import steps
 from tahq.coordinator.observer import StageSplit
 from tahq.coordinator.steps import (
@@ -25,7 +26,7 @@ from tahq.coordinator.steps import (
     stage_split,
     step_record,
 )
-from tahq.errors import RemoteProtocolError
+from tahq.errors import DataError, RemoteProtocolError
 from tahq.pipeline.config import TrainingConfig
 
 NAMES = ("stage 0 (a, pid 1)", "stage 1 (b, pid 2)", "stage 2 (c, pid 3)")
@@ -81,6 +82,25 @@ def test_non_finite_anywhere_skips_the_step_everywhere(stage, change):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm2": [2.5]}, "different summed gradients at step 1"),
+        ({"weights_digest": "b"}, "different weights at step 1"),
+    ],
+)
+def test_replicas_that_differ_end_the_run(changes, message):
+    """Stages 0 and 1 are one replica, 2 and 3 the other."""
+    prepares = [make_prepare(0, stage, 4, norm2=[1.0 + stage % 2], weights_digest="a") for stage in range(4)]
+    names = [f"stage {stage}" for stage in range(4)]
+    training = TrainingConfig(epochs=1, clip_norm=1.0)
+    decision = steps.decide(training, prepares, names, num_steps=9, replicas=2)
+    assert decision.clip_factor == 1.0 / math.sqrt(3.0)
+    prepares[3] = replace(prepares[3], **changes)
+    with pytest.raises(DataError, match=f"stage 1 and stage 3, replicas of one stage, have {message}"):
+        steps.decide(training, prepares, names, num_steps=9, replicas=2)
+
+
+@pytest.mark.parametrize(
     ("stage", "is_second", "changes", "reason"),
     [
         (1, True, {"norm2": [9.0]}, r"stage 1 \(b, pid 2\) prepared step 0 twice"),
@@ -108,7 +128,7 @@ def record(num_stages=3, **changes_by_stage):
     """The record of a step of 2 s; `stage1={...}` changes that stage's PREPARE."""
     stages = range(num_stages)
     prepares = [make_prepare(4, stage, num_stages, **changes_by_stage.get(f"stage{stage}", {})) for stage in stages]
-    return step_record(Commit(4, True, 1.0, False, False, False), prepares, 2.0)
+    return step_record(Commit(4, True, 1.0, False, False, False), prepares, 2.0, Grid(num_stages, tie_link=True))
 
 
 def test_links_have_sender_receiver_rates_and_the_measured_error_of_their_codec():

@@ -1,27 +1,11 @@
 """Real workers compute what a plain loop computes, to the bit: losses, norms and final weights."""
 
 import pytest
-import torch
-from support.plain_loop import PlainRun, train_plainly
-from support.runs import Run, launch, overrides, tiny, train
-
-from tahq.config.cluster import ClusterConfig
+from support.exactness import assert_equal_to_the_bit, plain
+from support.plain_loop import PlainRun
+from support.runs import launch, overrides, tiny, train
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}
-
-
-def plain(config: dict, *, cut: bool = False) -> PlainRun:
-    model = {**config["model"], "vocab_size": 256}
-    return train_plainly(ClusterConfig.model_validate({**config, "model": model}), cut=cut)
-
-
-def assert_equal_to_the_bit(run: Run, expected: PlainRun) -> None:
-    assert run.returncode == 0, run.stderr
-    assert run.losses == expected.losses
-    assert [row["grad_norm"] for row in run.metrics] == expected.norms
-    weights = run.weights
-    assert weights.keys() == expected.weights.keys()
-    assert [name for name in weights if not torch.equal(weights[name], expected.weights[name])] == []
 
 
 @pytest.fixture(scope="module")

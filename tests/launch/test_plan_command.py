@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
+import yaml
 from support.cluster_files import EXAMPLES
 from support.runs import tiny, write_config
 
@@ -128,12 +129,14 @@ def test_origin_of_numbers_and_lack_of_memory_are_named(plan, config, arguments,
 def test_every_replica_is_shown(plan, tmp_path):
     one = "  - {name: NAME, up: 1gbit, compute: [{micro_batch: 2, block_forward: 0.4, block_backward: 0.8}]}\n"
     four = "hosts:\n" + "".join(one.replace("NAME", name) for name in "abcd")
-    arguments = ("--stages", "2", "--max-replicas", "2", "--json", "plan.json")
+    arguments = ("--stages", "2", "--max-replicas", "2", "--json", "plan.json", "--write", "planned.yaml")
     status, out, err = plan(SLEEPING, *arguments, numbers=four)
     assert (status, err) == (0, "")
     replicas = json.loads((tmp_path / "plan.json").read_text())["replicas"]
     assert [each["hosts"] for each in replicas["plans"]] == replicas["hosts"]
     assert [sum(each["layers"]) for each in replicas["plans"]] == [6, 6]
+    pipeline = yaml.safe_load((tmp_path / "planned.yaml").read_text())["pipeline"]
+    assert (pipeline["replicas"], pipeline["stages"], pipeline["layers"]) == (2, 2, replicas["plans"][0]["layers"])
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("0  ", "1  ")) and "+" in line]
     assert [row[3] for row in rows[-2:]] == ["+".join(map(str, each["layers"])) for each in replicas["plans"]]
 

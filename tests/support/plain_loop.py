@@ -78,12 +78,12 @@ class PlainModel:
         return {name: p for part in self.slices for name, p in part.canonical_parameters().items()}
 
     def forward(
-        self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int] = ()
+        self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int] = (), replica: int = 0
     ) -> torch.Tensor:
-        self.random.at(step, 0, micro_batch, int(Purpose.TRAIN))
+        self.random.at(step, replica, micro_batch, int(Purpose.TRAIN))
         x = self.slices[0](tokens)
         for cut, (part, codecs) in enumerate(zip(self.slices[1:], self.cuts, strict=True)):
-            ids = [LogicalId(0, 0, step, Purpose.TRAIN, micro_batch, cut, direction) for direction in Direction]
+            ids = [LogicalId(0, replica, step, Purpose.TRAIN, micro_batch, cut, direction) for direction in Direction]
             keys = tuple(codec_key(id, self.config.run.seed) for id in ids)
             x = part(Cut.apply(x, codecs, keys, sample_ids))
         return x
@@ -130,19 +130,56 @@ def train_plainly(config: ClusterConfig, *, cut: bool = False) -> PlainRun:
 
 
 def _accumulate(model: PlainModel, batch, step: int) -> float:
-    sums = []
-    for index in range(model.config.training.num_micro_batches):
-        tokens, labels = batch.micro_batch(index)
-        logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(index).tolist())
-        total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-        before = {p: p.grad for p in model.parameters().values()}
-        for parameter in before:
-            parameter.grad = None if model.config.memory.gradients == "fp8" else parameter.grad
-        (total / batch.num_tokens).backward()
-        if model.config.memory.gradients == "fp8":
-            for parameter, past in before.items():
-                gradient = parameter.grad if past is None else parameter.grad + past
-                coded = quantize_blocks(gradient, 8, torch.float32)
-                parameter.grad = dequantize_blocks(coded, gradient.shape)
-        sums.append(float(total.detach()))
+    replicas, sums, of_replicas = model.config.pipeline.replicas, [], []
+    parameters = list(model.parameters().values())
+    for replica in range(replicas):
+        count = model.config.training.num_micro_batches // replicas
+        sums += [_micro_batch(model, batch, step, replica, index, replica * count + index) for index in range(count)]
+        of_replicas.append({p: p.grad for p in parameters})
+        for parameter in parameters if replica < replicas - 1 else ():
+            parameter.grad = None
+    if replicas > 1:
+        for part in model.slices:
+            _all_reduce(model.config, list(part.canonical_parameters().values()), of_replicas)
     return math.fsum(sums) / batch.num_tokens
+
+
+def _micro_batch(model: PlainModel, batch, step: int, replica: int, index: int, number: int) -> float:
+    """The loss of a micro-batch, whose gradients are added."""
+    tokens, labels = batch.micro_batch(number)
+    logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(number).tolist(), replica)
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    before = {p: p.grad for p in model.parameters().values()}
+    for parameter in before:
+        parameter.grad = None if model.config.memory.gradients == "fp8" else parameter.grad
+    (total / batch.num_tokens).backward()
+    if model.config.memory.gradients == "fp8":
+        for parameter, past in before.items():
+            parameter.grad = _in_fp8(parameter.grad if past is None else parameter.grad + past)
+    return float(total.detach())
+
+
+def _in_fp8(x: torch.Tensor) -> torch.Tensor:
+    return dequantize_blocks(quantize_blocks(x, 8, torch.float32), x.shape)
+
+
+def _all_reduce(config: ClusterConfig, parameters: list, of_replicas: list[dict]) -> None:
+    """The sums of a stage's gradients, as AGoQ §5 has it: shards in 8 bits, sums in fp32, their results in 8 bits."""
+    # workers of one machine are one site
+    spec = config.wire.all_reduce_inside or config.wire.all_reduce
+    coded = _in_fp8 if spec == "fp8" else lambda x: x
+    flat = [torch.cat([grads[p].flatten() for p in parameters]) for grads in of_replicas]
+    blocks = -(-flat[0].numel() // 128)
+    size = 128 * -(-blocks // len(flat))
+    shards = [x.split(size) for x in flat]
+    sums = []
+    for owner in range(len(shards[0])):
+        parts = [each[owner] if replica == owner else coded(each[owner]) for replica, each in enumerate(shards)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        sums.append(coded(total))
+    split = torch.cat(sums).split([p.numel() for p in parameters])
+    for parameter, gradient in zip(parameters, split, strict=True):
+        whole = gradient.view(parameter.shape).clone()
+        parameter.grad = _in_fp8(whole) if config.memory.gradients == "fp8" else whole

@@ -34,7 +34,7 @@ def advice(config: ClusterConfig, step: StepRecord) -> str:
 
 def _advice(config: ClusterConfig, step: StepRecord) -> str:
     pipeline = config.pipeline
-    if pipeline.chunks > 1:
+    if pipeline.chunks > 1 or pipeline.replicas > 1:
         return ""
     present = ScheduleChoice(pipeline.first_schedule, tuple(pipeline.depths or ()))
     if step.schedule:

@@ -112,21 +112,26 @@ def _stand_ins(planned: Planned) -> list[str]:
 
 def _write_planned(path: Path, config: ClusterConfig, planned: Planned) -> None:
     """Write a cluster.yaml with the plan in it."""
-    if planned.replicas is not None:
-        raise UserError("--write: cluster.yaml describes one pipeline, not replicas; leave --max-replicas at 1")
-    done, notes = planned_config(config, planned.table, planned.best.plan)
+    plans = planned.replicas.plans if planned.replicas is not None else [planned.best.plan]
+    hosts = [host for plan in plans for host in plan.hosts]
+    done, notes = planned_config(config, planned.table, plans[0], hosts)
     write_text(path, f"# Planned by tahq plan: {planned.tokens_per_s:,.0f} tokens/s predicted.\n{dump_yaml(done)}")
     print("", f"written to {path}", *(f"note: {note}" for note in notes), sep="\n")
 
 
 def planned_config(
-    config: ClusterConfig, table: ClusterTable, plan: PipelinePlan
+    config: ClusterConfig, table: ClusterTable, plan: PipelinePlan, hosts: Sequence[int] = ()
 ) -> tuple[ClusterConfig, Sequence[str]]:
-    """Put a plan into a resolved configuration; also returns notes on parts of the plan that it cannot express."""
+    """Put a plan into a resolved configuration; also returns notes on parts of the plan that it cannot express.
+
+    `hosts`: of all replicas, one after the other; empty: the plan's.
+    """
+    hosts = hosts or plan.hosts
     values = config.model_dump(mode="json")
     values["training"]["micro_batch"] = plan.micro_batch
     values["pipeline"] |= {
         "stages": plan.num_stages,
+        "replicas": len(hosts) // plan.num_stages,
         "schedule": plan.schedule,
         "in_flight": list(plan.depths) or None,
         "chunks": plan.chunks_per_stage,
@@ -135,7 +140,7 @@ def planned_config(
     needed = needed_connections(table.problem.cluster, named(table.problem, plan.hosts))
     values["links"] |= {"first": str(plan.first), "connections": max(config.links.connections, needed)}
     notes = _put_codecs(values, table.problem, plan)
-    _put_hosts(config, values, table.problem, plan)
+    _put_hosts(config, values, table.problem, hosts)
     if values["model"]["sleep"] is not None:  # stages sleep for the compute times of the plan
         times = StageCosts.of(table, plan).times(np.array(plan.layers, dtype=float))
         for key, seconds in (("forward", times.forward), ("backward", times.backward)):
@@ -157,9 +162,9 @@ def _put_codecs(values: dict[str, Any], problem: PlanProblem, plan: PipelinePlan
     return notes
 
 
-def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProblem, plan: PipelinePlan) -> None:
-    labels = host_labels(config.hosts, config.pipeline.stages)
-    names = named(problem, plan.hosts)
+def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProblem, hosts: Sequence[int]) -> None:
+    labels = host_labels(config.hosts, config.pipeline.num_workers)
+    names = named(problem, hosts)
     unknown = [name for name in names if name not in labels]
     if unknown and config.hosts != "local":
         raise UserError(f"--write: the plan has host {unknown[0]}, cluster.yaml has {', '.join(labels)}")
@@ -255,7 +260,7 @@ def _replicas(planned: Planned) -> str:
         hosts, layers = ", ".join(named(planned.table.problem, each.hosts)), "+".join(map(str, each.layers))
         depths = ", ".join(map(str, each.depths)) or "all"
         rows.append((index, hosts, layers, each.schedule, depths, each.num_micro_batches))
-    title = f"{len(rows)} replicas; averaging their gradients takes {replicas.all_reduce_s:.3f} s per step"
+    title = f"{len(rows)} replicas; summing their gradients takes {replicas.all_reduce_s:.3f} s per step"
     titles = ["replica", "hosts", "layers", "schedule", "in flight", "micro-batches"]
     return f"{title}\n" + plain_table(titles, rows, left=(1, 2, 3, 4))
 

@@ -298,7 +298,7 @@ def describe_network(config: ClusterConfig) -> str:
     """Hosts, exceptions and backend of a configuration without a profile; empty unless ``hosts: namespaces``."""
     if config.hosts != "namespaces":
         return ""
-    network = config.links.network(config.pipeline.stages)
+    network = config.links.network(config.pipeline.num_workers)
     control = network.congestion_control or "cubic"
     if network.tcp_slow_start_after_idle is not None:
         control += f", {'with' if network.tcp_slow_start_after_idle else 'without'} slow start after pauses"

@@ -48,6 +48,7 @@ from tahq_launch.plan.command import interpolated_times, planned_config
 from tahq_launch.plan.measure import measured, write_numbers
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
 from tahq_launch.plan.problem import PlanChoices, problem_of
+from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
 from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines
@@ -162,16 +163,19 @@ def first_plan(
         config = _bound_to(config, address) if by_hand else config
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
-    may_reorder = config.hosts != "local" and not by_hand
+    whole, replicas = config, config.pipeline.replicas
+    may_reorder = config.hosts != "local" and not by_hand and replicas == 1
+    config, cluster = one_replica(config), slowest_replica(cluster, config.pipeline.stages)
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
     except NothingFitsError as error:
         least = _with_gradients(config, _gradients(given)[-1])
-        shallow = _shallow(least, min(sizes), f"the planner found nothing that fits: {error}")
-        return replace(shallow, joins_again=joins_again)
+        found_plan = _shallow(least, min(sizes), f"the planner found nothing that fits: {error}")
+    else:
+        found_plan = replace(_chosen(given, config, spec, planned, origin), compute_s=_compute_s(planned))
     return replace(
-        _chosen(given, config, spec, planned, origin),
-        compute_s=_compute_s(planned),
+        found_plan,
+        config=for_all_replicas(found_plan.config, whole),
         cached=path if given.links.measured is None else None,
         joins_again=joins_again,
     )
@@ -187,7 +191,7 @@ def _by_hand(config: ClusterConfig, starts_workers: bool) -> frozenset[int]:
     hosts = config.hosts
     return frozenset(
         stage
-        for stage in range(config.pipeline.stages)
+        for stage in range(config.pipeline.num_workers)
         if not starts_workers or (isinstance(hosts, list) and hosts[stage].ssh is None)
     )
 
@@ -201,7 +205,7 @@ def open_micro_batches(given: ClusterConfig) -> tuple[int, ...]:
     training = given.training
     if _is_set(training, "micro_batch") or training.is_fused or given.model.sleep is not None:
         return (training.micro_batch,)
-    return divisors(training.global_batch)
+    return divisors(training.global_batch // given.pipeline.replicas)
 
 
 def _codecs(given: ClusterConfig) -> dict[str, tuple[str, ...]]:
@@ -241,7 +245,7 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool =
             mode="json", include={"precision", "activation_checkpointing", "optimizer"}
         ),
         "run": (config.run.device, config.run.threads),
-        "stages": config.pipeline.stages,
+        "stages": config.pipeline.num_workers,
     }
     if has_paths:  # they are capped by what `links` imitates
         parts["links"] = config.links.model_dump(mode="json", include={"rate", "delay"})

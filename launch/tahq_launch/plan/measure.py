@@ -89,7 +89,7 @@ def measured(
 
     def make_coordinator(prepared: PreparedRun, server: ControlServer) -> Coordinator:
         config = prepared.config
-        labels = host_labels(config.hosts, config.pipeline.stages)
+        labels = host_labels(config.hosts, config.pipeline.num_workers)
         computers = ["this machine"] * len(labels)
         if isinstance(config.hosts, list):
             computers = [host.address for host in config.hosts]

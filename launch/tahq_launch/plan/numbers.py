@@ -33,7 +33,7 @@ def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) ->
     """Refuse numbers of other hosts than those listed in cluster.yaml; ConfigError names the host."""
     if isinstance(config.hosts, str):
         return
-    listed = host_labels(config.hosts, config.pipeline.stages)
+    listed = host_labels(config.hosts, config.pipeline.num_workers)
     known = [host.name for host in cluster.hosts]
     unknown = [name for name in known if name not in listed]
     if unknown:
@@ -48,7 +48,7 @@ def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> tuple[ClusterNu
 
     Also returns a line on the origin of each kind.
     """
-    speeds, labels = link_speeds(config), host_labels(config.hosts, config.pipeline.stages)
+    speeds, labels = link_speeds(config), host_labels(config.hosts, config.pipeline.num_workers)
     times, origin = _slept_times(config, spec) if config.model.sleep else _counted_times(config, spec)
     hosts = [
         HostNumbers(name=name, up=_finite(up), down=_finite(down), compute=[own])
@@ -74,7 +74,7 @@ def _slept_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTime
     sleep, ranges, stages = config.model.sleep, block_ranges(config, spec), config.pipeline.stages
     assert sleep is not None, "the caller checked"
     rows = []
-    for stage in range(stages):
+    for stage in [*range(stages)] * config.pipeline.replicas:
         layers = sum(map(len, ranges[stage::stages]))
         forward, backward = (seconds / layers for seconds in sleep.of(stage))
         rows.append(LayerTimes(micro_batch=config.training.micro_batch, block_forward=forward, block_backward=backward))
@@ -83,7 +83,7 @@ def _slept_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTime
 
 def _counted_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTimes], str]:
     costs = counted_costs(spec, config.data.seq_len)
-    kinds = [stage_device(config, stage).type for stage in range(config.pipeline.stages)]
+    kinds = [stage_device(config, stage).type for stage in range(config.pipeline.num_workers)]
     tokens = config.training.micro_batch * config.data.seq_len
     rows = []
     for kind in kinds:
@@ -114,7 +114,7 @@ def stage_device(config: ClusterConfig, stage: int) -> torch.device:
 
 def _network_paths(config: ClusterConfig, speeds: LinkSpeeds) -> Iterator[PathNumbers]:
     """The paths whose rate or round trip differs from the hosts' and the network's."""
-    network = plan_network(config.links.network(config.pipeline.stages))
+    network = plan_network(config.links.network(config.pipeline.num_workers))
     stage_of = {host: stage for stage, host in enumerate(network.hosts)}
     for (source, target), shape in network.paths.items():
         rate = speeds.caps.get((stage_of[source], stage_of[target]))

@@ -32,7 +32,7 @@ _BUDGET_ACTIONS = 50_000
 def schedule_search(config: ClusterConfig) -> Choose | None:
     """The search for a resolved configuration; None: its schedule is fixed, or there is nothing to choose."""
     pipeline, training = config.pipeline, config.training
-    if pipeline.schedule != "auto" or pipeline.stages == 1 or training.num_micro_batches == 1:
+    if pipeline.schedule != "auto" or pipeline.stages == 1 or pipeline.replicas > 1 or training.num_micro_batches == 1:
         return None
 
     def choose(steps: Sequence[StepRecord], present: ScheduleChoice, memory: Sequence[int]) -> Proposal:

@@ -49,7 +49,7 @@ class LinkSpeeds:
 
 def link_speeds(config: ClusterConfig) -> LinkSpeeds:
     """The speeds of a configuration without a profile, its caps included."""
-    stages, links = config.pipeline.stages, config.links
+    stages, links = config.pipeline.num_workers, config.links
     own = [host_shaping(links, config.hosts, stage, stages) for stage in range(stages)]
     network = LinkSpeeds((math.inf,) * stages, (math.inf,) * stages, links.delay, {})
     if config.hosts == "namespaces":
@@ -107,14 +107,15 @@ class StepFlow:
 
 
 def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[StepFlow, ...]:
-    """Every link and direction, cuts first, then the link of tied embeddings if they are synchronised."""
+    """Every link and direction of one replica: cuts, then the link of tied embeddings if they are synchronised."""
     stages, cuts, wire = config.pipeline.stages, config.pipeline.num_chunks - 1, config.wire
     boundary = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     codecs = {Direction.FORWARD: wire.activations, Direction.BACKWARD: wire.gradients}
     flows: list[StepFlow] = []
+    num_frames = config.training.num_micro_batches // config.pipeline.replicas
     for cut in range(cuts):
         ends = cut % stages, (cut + 1) % stages
-        flows += _flows(config, cut, ends, codecs, boundary, config.training.num_micro_batches)
+        flows += _flows(config, cut, ends, codecs, boundary, num_frames)
     if config.model.tie == "sync" and stages > 1:
         codecs = dict.fromkeys(codecs, _TIE_CODEC)
         flows += _flows(config, cuts, (0, stages - 1), codecs, (spec.vocab_size, spec.hidden_size), 1)
@@ -133,7 +134,7 @@ def _flows(
         source, target = ends if direction is Direction.FORWARD else ends[::-1]
         payload_nbytes = get_codec(codec).encoded_nbytes(shape)
         if config.transport_between(source, target) == "zmq":  # a header per piece
-            piece = host_shaping(config.links, config.hosts, source, config.pipeline.stages).message_nbytes
+            piece = host_shaping(config.links, config.hosts, source, config.pipeline.num_workers).message_nbytes
             header_nbytes = HEADER_NBYTES * max(1, math.ceil(payload_nbytes / piece))
         else:
             header_nbytes = ANNOUNCEMENT_NBYTES

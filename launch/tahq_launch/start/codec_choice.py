@@ -18,13 +18,13 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
     start = {cast(Traffic, direction): spec for direction, spec in config.wire.specs().items()}
     follow = config.wire.follow
     if follow is None:
-        return CodecOptions(start)
+        return CodecOptions(start, sums=config.sum_codecs)
     ladders = _ladders(config)
     guard = follow.guard.model_dump(include={"max_error", "loss_rise", "hold"})
     rules = FollowRules(ladders, follow.raise_after, follow.lower_after, **guard)
-    num_links = config.pipeline.num_chunks - 1
+    num_links = config.pipeline.replicas * config.grid.num_cuts
     replay = _replay(Path(config.wire.replay), ladders, num_links) if config.wire.replay is not None else None
-    return CodecOptions(start, rules, replay, saved)
+    return CodecOptions(start, rules, replay, saved, config.sum_codecs)
 
 
 def _ladders(config: ClusterConfig) -> dict[Traffic, Ladder]:

@@ -94,7 +94,7 @@ def run_stages(
         fleet = stack.enter_context(Fleet(coordinator.worker_exited, forks, prepared.config.run.restarts))
         if restarts_workers:
             coordinator.restart = fleet.restart
-        for stage in range(prepared.config.pipeline.stages):
+        for stage in range(prepared.config.pipeline.num_workers):
             address, command = coordinator.address, None
             if starts_workers:
                 command = worker_command(prepared, stage, address, hosts, debug=request.debug)
@@ -192,7 +192,7 @@ def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:
 def _announce_key(prepared: PreparedRun) -> None:
     """Print how workers of other accounts get their keys, if any worker is started by hand."""
     keys = prepared.keys
-    if keys is not None and len(keys.stages) < prepared.config.pipeline.stages:
+    if keys is not None and len(keys.stages) < prepared.config.pipeline.num_workers:
         announce(
             f"on a machine without this account's key, add --coordinator-key {keys.coordinator.public}, and list the "
             "worker's public key here in security.allow (`tahq keygen` there makes a key and prints it, `tahq keygen "

@@ -20,10 +20,10 @@ _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 
 def check_local(config: ClusterConfig) -> None:
     """Find the data, devices and congestion control that stages on this machine need; UserError if one is missing."""
-    here = list(range(config.pipeline.stages))
+    here = list(range(config.pipeline.num_workers))
     if isinstance(config.hosts, list):
         here = [n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)]
-    if {0, config.pipeline.stages - 1} & set(here):
+    if any(stage % config.pipeline.stages in (0, config.pipeline.stages - 1) for stage in here):
         for key, suffix in _SUFFIXES.items():
             named = getattr(config.data, key)
             if named is not None:

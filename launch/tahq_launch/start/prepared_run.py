@@ -163,7 +163,8 @@ def _coordinator_options(
     run = config.run
     hosts = () if isinstance(config.hosts, str) else tuple(config.hosts)
     return CoordinatorOptions(
-        num_stages=config.pipeline.stages,
+        num_stages=config.pipeline.num_workers,
+        replicas=config.pipeline.replicas,
         run_id=origin.run_id,
         run_folder=folder.path,
         config_json=config_json(config),

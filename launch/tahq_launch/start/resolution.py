@@ -48,7 +48,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
 
 def _check_uplinks(config: ClusterConfig) -> None:
     """Refuse caps that are shares of unknown rates; warn if `links.first` cannot take effect."""
-    stages = range(config.pipeline.stages)
+    stages = range(config.pipeline.num_workers)
     shapings = [host_shaping(config.links, config.hosts, stage, len(stages)) for stage in stages]
     free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf and not config.has_group(stage)]
     if config.links.first != "oldest" and free:
@@ -67,7 +67,7 @@ def with_profile(config: ClusterConfig) -> ClusterConfig:
     from tahq_netem.network.description import profile
 
     try:
-        network = profile(links.profile, config.pipeline.stages)
+        network = profile(links.profile, config.pipeline.num_workers)
     except ConfigError as error:
         raise ConfigError(f"links.profile: {error}") from error
     hosts = {name: HostChanges(**host.model_dump()) for name, host in network.hosts.items()}
@@ -101,7 +101,7 @@ def with_measured(config: ClusterConfig) -> ClusterConfig:
         check_names(config, cluster, path)
     except ConfigError as error:
         raise ConfigError(f"links.measured: {error}") from error
-    names = host_labels(config.hosts, config.pipeline.stages)
+    names = host_labels(config.hosts, config.pipeline.num_workers)
     known = {host.name: HostRates(host.up, host.down) for host in cluster.hosts}
     # A host with a link inside its site has no cap: a process group would exceed it.
     rates = [HostRates() if config.has_group(stage) else known[name] for stage, name in enumerate(names)]

@@ -67,10 +67,10 @@ def make_run_keys(config: ClusterConfig, *, starts_workers: bool) -> RunKeys | N
         return None
     started = [
         stage
-        for stage in range(config.pipeline.stages)
+        for stage in range(config.pipeline.num_workers)
         if starts_workers and (isinstance(hosts, str) or hosts[stage].ssh is not None)
     ]
-    must_be_known = len(started) < config.pipeline.stages
+    must_be_known = len(started) < config.pipeline.num_workers
     key_file = None if security.key is None else Path(security.key).expanduser()
     coordinator = _account_key(must_be_known=must_be_known) if key_file is None else read_key_file(key_file)
     stages = {stage: new_key_pair() for stage in started}

@@ -256,6 +256,8 @@ class Prepare:
     codec_state_bytes: int = 0
     active_s: float = 0.0
     codec_errors: list[list[float]] = field(default_factory=list)
+    weights_digest: str = ""
+    """Of this stage's weights before this step; empty except every few steps of a run with replicas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ class Purpose(IntEnum):
     EVAL = 1
     EVAL_RAW = 2
     TIE = 3
+    SUM = 4
+    """A part of the gradients that replicas sum."""
 
 
 EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)

@@ -238,6 +238,11 @@ _IS_LOSSLESS = (
     lambda old, new: all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config)),
     "nothing is rounded at a cut",
 )
+_SUMS = KeyRule(
+    Verdict.INEXACT,
+    "sums over replicas are rounded differently",
+    _outside("pipeline.replicas", *range(2, 65), reason="there is one pipeline"),
+)
 _FOLLOWS = "codecs keep following the links, so it is exact only if they are chosen alike"
 _DECAY_LENGTH = "the rate decays over another number of steps"
 _UPDATES = "every later update differs"
@@ -290,6 +295,7 @@ RULES: Mapping[str, KeyRule] = {
     "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
     "training.activation_checkpointing": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.replicas": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "pipeline.layers": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.balance": KeyRule(Verdict.EXACT, "a resumed run is not planned again"),
     "pipeline.chunks": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
@@ -315,6 +321,8 @@ RULES: Mapping[str, KeyRule] = {
         "tensors at cuts are rounded differently",
         (lambda old, new: _coding(old) == _coding(new), "the codecs are equivalent"),
     ),
+    "wire.all_reduce": _SUMS,
+    "wire.all_reduce_inside": _SUMS,
     "wire.follow": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
     "wire.replay": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
     "links": KeyRule(Verdict.EXACT, "the time at which bytes arrive does not matter"),

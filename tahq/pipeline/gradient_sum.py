@@ -1,0 +1,240 @@
+"""Sums a stage's gradients over the replicas of the pipeline, to the same bits on all of them.
+
+Gradients, one after the other, are cut into buckets, and a bucket [N] into a shard for each of the R replicas, of as
+many numbers, a multiple of 128 except in the last one. Replica j owns shard j:
+
+    all-to-all   every other replica i sends its shard j, encoded, to j
+    sum          j adds the R shards in fp32, in the order of replicas, its own as it is
+    all-gather   j encodes the sum and sends it to all; all of them, j too, go on with what it decodes to
+
+Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
+overflows. All receives are posted before the step, and all shards of a chunk of the model are sent once its last
+backward has run, while others still compute.
+
+Source: AGoQ §5, Fig. 5 and 6 (all-to-all of FP8 blocks, sum in fp32, all-gather of FP8 blocks).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tahq.comm.link.frame import Direction, LogicalId, Purpose
+from tahq.errors import CodecError
+from tahq.memory.agoq.stored_gradients import HoldsGradient, gradient_of, is_stored, replace_gradient
+from tahq.memory.small_floats.block_codes import (
+    BLOCK,
+    BlockCodes,
+    dequantize_blocks,
+    quantize_blocks,
+    stored_nbytes,
+)
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable
+from tahq.quant import get_codec
+from tahq.quant.codec import Codec
+from tahq.quant.config import FP8, WireConfig
+from tahq.quant.spec import RawSpec
+
+BUCKET = 1 << 20
+"""Numbers in a bucket, unless a gradient is stored in codes and has more."""
+_SCATTER, _GATHER = Direction.FORWARD, Direction.BACKWARD
+
+
+class BlockFloatCodec(Codec):
+    """E4M3 in blocks of 128 with scales in fp32: K scales, then K blocks of codes, 1.03 bytes per number."""
+
+    spec = RawSpec()
+
+    def encoded_nbytes(self, shape: Sequence[int]) -> int:
+        """Exact length of a stream in bytes."""
+        return stored_nbytes(torch.Size(shape).numel(), 8, torch.float32.itemsize)
+
+    def encode(self, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
+        """See `quantize_blocks`."""
+        coded = quantize_blocks(x, 8, torch.float32)
+        return torch.cat((coded.scales.view(torch.uint8), coded.codes.view(-1)))
+
+    def decode(
+        self, buf: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, key: int = 0
+    ) -> torch.Tensor:
+        """See `dequantize_blocks`."""
+        size = torch.Size(shape)
+        if buf.numel() != self.encoded_nbytes(size):
+            raise CodecError(f"fp8: got a stream of {buf.numel()} bytes, expected {self.encoded_nbytes(size)}")
+        scales = buf[: 4 * -(-size.numel() // BLOCK)].view(torch.float32)
+        codes = buf[scales.nbytes :].view(-1, BLOCK)
+        return dequantize_blocks(BlockCodes(codes, scales), size).to(dtype)
+
+    def has_non_finite(self, buf: torch.Tensor) -> bool:
+        """False: NaN decodes to NaN, and norms show it."""
+        return False
+
+
+def sum_codec(spec: str, wire: WireConfig) -> Codec:
+    """The codec of `wire.all_reduce`."""
+    return BlockFloatCodec() if spec == FP8 else get_codec(spec, backend=wire.backend, threads=wire.threads)
+
+
+class SumCodecs(CodecTable):
+    """The two codecs of a link between replicas: of shards, and of sums."""
+
+    def __init__(self, of_shards: Codec, of_sums: Codec) -> None:
+        self._choices, self._in_force = {}, {}
+        self.codecs = (of_shards, of_sums)
+
+    def index(self, purpose: Purpose, direction: Direction, step: int) -> int:
+        """See `CodecTable.index`."""
+        return int(direction)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Numbers [start, stop) of a holder's gradient."""
+
+    holder: HoldsGradient
+    start: int
+    stop: int
+
+
+Bucket = tuple[_Piece, ...]
+
+
+class GradientSum:
+    """One replica's part of the sums of its stage.
+
+    Args:
+        chunks: the holders of gradients of each chunk of the model, in one order on all replicas.
+        replica: this one's number.
+        boundaries: the links to the others, by replica.
+        run: the run's number, for logical ids.
+        first_cut: logical ids of shard j have the cut first_cut + j.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Sequence[HoldsGradient]],
+        replica: int,
+        boundaries: Mapping[int, Boundary],
+        run: int,
+        first_cut: int,
+    ) -> None:
+        self._replica, self._run, self._first_cut = replica, run, first_cut
+        self._boundaries = dict(sorted(boundaries.items()))
+        self._num_replicas = len(boundaries) + 1
+        by_chunk = {chunk: list(_buckets(holders)) for chunk, holders in chunks.items()}
+        self._buckets = [bucket for buckets in by_chunk.values() for bucket in buckets]
+        numbers = iter(range(len(self._buckets)))
+        self._of_chunk = {chunk: [next(numbers) for _ in buckets] for chunk, buckets in by_chunk.items()}
+        self._sizes = [self._shard_sizes(_numel(bucket)) for bucket in self._buckets]
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile or load the kernels of its codecs; CodecError: as of `Codec.prepare`."""
+        by_spec = {str(each.spec): each for boundary in self._boundaries.values() for each in boundary.codecs.codecs}
+        for codec in by_spec.values():
+            codec.prepare((BUCKET // self._num_replicas,), BOUNDARY_DTYPE, device)
+
+    def post(self, step: int) -> None:
+        """Post all receives of a step."""
+        for number, sizes in enumerate(self._sizes):
+            for other, boundary in self._boundaries.items():
+                if sizes[self._replica]:
+                    boundary.post(self._name(step, number, other, self._replica, _SCATTER), (sizes[self._replica],))
+                if sizes[other]:
+                    boundary.post(self._name(step, number, other, other, _GATHER), (sizes[other],))
+
+    def send(self, step: int, chunk: int) -> None:
+        """Send the others their shards of a chunk's gradients, which are complete."""
+        for number in self._of_chunk[chunk]:
+            shards = torch.split(self._flat(number), self._sizes[number])
+            for other, boundary in self._boundaries.items():
+                if shards[other].numel():
+                    boundary.send(self._name(step, number, self._replica, other, _SCATTER), shards[other])
+
+    def finish(self, step: int) -> None:
+        """Replace every gradient by the sum, once all chunks are sent.
+
+        Raises:
+            PeerLostError, RemoteProtocolError, CodecError: from the links.
+        """
+        sums = [self._own_sum(step, number) for number in range(len(self._buckets))]
+        for number, own in enumerate(sums):
+            parts = [
+                own if replica == self._replica else self._received(step, number, replica, replica, _GATHER)
+                for replica in range(self._num_replicas)
+            ]
+            _put(self._buckets[number], torch.cat(parts))
+
+    def _own_sum(self, step: int, number: int) -> torch.Tensor:
+        """The sum of this replica's shard, as all decode it; sent to all."""
+        mine = self._replica
+        size = self._sizes[number][mine]
+        if not size:
+            return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number][0].holder.device)
+        own = torch.split(self._flat(number), self._sizes[number])[mine]
+        total: torch.Tensor | None = None
+        for replica in range(self._num_replicas):
+            part = own if replica == mine else self._received(step, number, replica, mine, _SCATTER)
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        boundaries = list(self._boundaries.values())
+        frame, _ = boundaries[0].encoded(self._name(step, number, mine, mine, _GATHER), total)
+        for boundary in boundaries:
+            boundary.transport.send(frame)
+        return boundaries[0].decoded(frame)
+
+    def _received(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> torch.Tensor:
+        if not self._sizes[number][shard]:
+            return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number][0].holder.device)
+        return self._boundaries[sender].receive(self._name(step, number, sender, shard, direction))
+
+    def _name(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> LogicalId:
+        return LogicalId(self._run, sender, step, Purpose.SUM, number, self._first_cut + shard, direction)
+
+    def _flat(self, number: int) -> torch.Tensor:
+        """A bucket's gradients, fp32 [N]; zeros where there is none."""
+        parts = []
+        for piece in self._buckets[number]:
+            gradient = gradient_of(piece.holder)
+            if gradient is None:
+                parts.append(torch.zeros(piece.stop - piece.start, device=piece.holder.device))
+            else:
+                parts.append(gradient.detach().reshape(-1)[piece.start : piece.stop].float())
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _shard_sizes(self, numel: int) -> list[int]:
+        blocks = -(-numel // BLOCK)
+        most = -(-blocks // self._num_replicas) * BLOCK
+        return [max(0, min(most, numel - most * replica)) for replica in range(self._num_replicas)]
+
+
+def _numel(bucket: Bucket) -> int:
+    return sum(piece.stop - piece.start for piece in bucket)
+
+
+def _buckets(holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
+    """Pieces of the gradients in order, `BUCKET` numbers at a time; gradients in codes stay whole."""
+    bucket, room = list[_Piece](), BUCKET
+    for holder in holders:
+        start, numel = 0, holder.numel()
+        while start < numel:
+            stop = numel if is_stored(holder) else min(numel, start + room)
+            bucket.append(_Piece(holder, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                yield tuple(bucket)
+                bucket, room = [], BUCKET
+    if bucket:
+        yield tuple(bucket)
+
+
+@torch.no_grad()
+def _put(bucket: Bucket, values: torch.Tensor) -> None:
+    """Put a bucket's numbers, fp32 [N], in the place of its gradients."""
+    for piece, part in zip(bucket, torch.split(values, [piece.stop - piece.start for piece in bucket]), strict=True):
+        holder = piece.holder
+        if is_stored(holder):
+            replace_gradient(holder, part.view(holder.shape))
+        elif holder.grad is not None:
+            holder.grad = holder.grad.contiguous()
+            holder.grad.view(-1)[piece.start : piece.stop].copy_(part)

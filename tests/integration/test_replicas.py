@@ -1,0 +1,108 @@
+"""Replicas of a pipeline sum their gradients to the same bits, and to those of a plain loop."""
+
+import pytest
+import torch
+from support.exactness import assert_equal_to_the_bit, plain
+from support.runs import assert_same_run, launch, overrides, tiny, train
+
+from tahq import fault_points
+from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
+
+FP8, FP32 = "fp8", "raw:dtype=fp32"
+
+
+def replicated(replicas, stages, *, all_reduce=FP8, schedule="zero-bubble", **sections):
+    """FP32 at the cuts, or as `sections` say."""
+    own = {name: sections.pop(name, {}) for name in ("pipeline", "wire", "training", "run")}
+    return tiny(
+        pipeline={"replicas": replicas, "stages": stages, "schedule": schedule, **own["pipeline"]},
+        wire={"all_reduce": all_reduce, **own["wire"]},
+        training=own["training"],
+        run=own["run"],
+        **sections,
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "stages", "all_reduce", "sections"),
+    [
+        (2, 2, FP8, {"model": {"dropout": 0.1}}),
+        (
+            2,
+            2,
+            FP32,
+            {"schedule": "1f1b", "wire": {"activations": "tah", "gradients": "fixed:bits=8,round=stochastic"}},
+        ),
+        (4, 1, FP8, {"memory": {"gradients": "fp8"}, "training": {"clip_norm": None}}),
+        (2, 2, FP8, {"wire": {"all_reduce_inside": FP32}, "pipeline": {"balance": "measured"}}),
+        (2, 2, FP8, {"links": {"inside": "gloo"}, "schedule": "1f1b"}),
+        pytest.param(2, 1, FP32, {"training": {"activation_checkpointing": "block"}}, marks=pytest.mark.acceptance),
+    ],
+    ids=["dropout", "lossy cuts", "8-bit gradients", "planned, one site", "gloo", "checkpointed"],
+)
+def test_replicas_give_the_plain_loop_with_the_same_sums(tmp_path, replicas, stages, all_reduce, sections):
+    config = replicated(replicas, stages, all_reduce=all_reduce, **sections)
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(config, cut=True))
+
+
+@pytest.mark.acceptance
+def test_two_replicas_of_four_stages_stay_equal_for_twenty_steps(tmp_path):
+    config = replicated(2, 4, training={"steps": 20})
+    run = train(tmp_path, config)
+    assert_equal_to_the_bit(run, plain(config, cut=True))
+    folder = latest_folder(run.folder / "snapshots")
+    hashes = read_manifest(folder).sha256
+    for stage in range(4):
+        one, other = (
+            SnapshotReader(folder, {name: digest for name, digest in hashes.items() if name.startswith(prefix)})
+            for prefix in (f"stage-{stage:03d}-", f"stage-{stage + 4:03d}-")
+        )
+        assert one.names() == other.names()
+        assert all(torch.equal(one.tensor(name), other.tensor(name)) for name in one.names())
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["kill@backward:stage=2:step=3", pytest.param("kill@prepared:stage=1:step=4", marks=pytest.mark.acceptance)],
+)
+def test_killed_worker_of_a_replica_loses_nothing(tmp_path, monkeypatch, fault):
+    config = replicated(2, 2, run={"snapshot_every": 2}, training={"steps": 6, "eval_every": 3, "eval_batches": 1})
+    calm = train(tmp_path / "calm", config)
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv(fault_points.FAULTS, fault)
+    monkeypatch.setenv(fault_points.FOLDER, str(tmp_path / "faults"))
+    run = train(tmp_path / "killed", config)
+    assert list((tmp_path / "faults").iterdir())
+    assert "it is started again" in run.stdout
+    assert "all stages go back" not in run.stdout
+    assert_same_run(run, calm)
+
+
+def test_run_goes_on_with_another_number_of_replicas(tmp_path):
+    halfway = replicated(2, 2, training={"steps": 2})
+    train(tmp_path, halfway)
+    run = launch(tmp_path, halfway, "--resume", *overrides("training.steps=4", "pipeline.replicas=1"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (
+        "pipeline.replicas: 2 -> 1 (no longer exact: gradients are summed over other groups of samples)" in run.stdout
+    )
+    alone = train(tmp_path / "alone", replicated(1, 2))
+    assert run.losses == pytest.approx(alone.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training.global_batch": 6}, "3 micro-batches of training.micro_batch 2, which 2 replicas"),
+        ({"training.optimizer": "qgalore"}, "finds a subspace from each replica's own gradients"),
+        ({"model.tie": "sync"}, "model.tie: sync is for one pipeline"),
+        ({"wire.activations": "aqsgd"}, "wire.activations: aqsgd remembers the samples of one pipeline"),
+        ({"wire.all_reduce": "tha"}, "no codec 'tha'; did you mean tah?"),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused_with_a_reason(tmp_path, changes, message):
+    sets = overrides(*(f"{key}={value}" for key, value in changes.items()))
+    run = launch(tmp_path, replicated(2, 2), *sets)
+    assert run.returncode == 2
+    assert message in run.stderr

@@ -1,0 +1,138 @@
+"""Sums of gradients over replicas: equal bits everywhere, whatever the sizes, buckets and codecs."""
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from tahq.comm.link.frame import CPU
+from tahq.memory.agoq.stored_gradients import fold_gradient, gradient_of, store_gradient
+from tahq.pipeline import gradient_sum
+from tahq.pipeline.boundary import Boundary, CutIdentity
+from tahq.pipeline.gradient_sum import GradientSum, SumCodecs, sum_codec
+from tahq.pipeline.spans import Stopwatch
+from tahq.quant.config import WireConfig
+
+FP8, FP32, BF16 = "fp8", "raw:dtype=fp32", "raw:dtype=bf16"
+
+
+class Wire:
+    """One end of a link between two threads."""
+
+    payload_device, link = CPU, 0
+
+    def __init__(self, sent, received):
+        self._sent, self._received, self._expected = sent, received, {}
+
+    def expect(self, id, max_nbytes):
+        self._expected[id] = max_nbytes
+
+    def send(self, frame):
+        self._sent.put(frame)
+
+    def recv(self, timeout_s=None):
+        frame = self._received.get(timeout=20)
+        assert frame.payload.nbytes <= self._expected.pop(frame.id)
+        return frame
+
+
+def all_reduce(gradients, spec_of, of_sums, *, stored=False):
+    """Every replica's gradients after the sum; `gradients` by replica, `spec_of` the codec of shards of a pair."""
+    count, wire = len(gradients), WireConfig()
+    queues = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
+    parameters = [[Parameter(torch.zeros_like(each)) for each in of_replica] for of_replica in gradients]
+
+    def run(rank):
+        boundaries = {
+            other: Boundary(
+                *(Wire(queues[rank, other], queues[other, rank]), CutIdentity(1, 7, 0, rank)),
+                SumCodecs(sum_codec(spec_of(rank, other), wire), sum_codec(of_sums, wire)),
+                *(CPU, Stopwatch()),
+            )
+            for other in range(count)
+            if other != rank
+        }
+        for parameter, gradient in zip(parameters[rank], gradients[rank], strict=True):
+            if stored:
+                store_gradient(parameter)
+            parameter.grad = gradient.clone()
+            if stored:
+                fold_gradient(parameter)
+        half = len(parameters[rank]) // 2
+        sums = GradientSum({0: parameters[rank][:half], 1: parameters[rank][half:]}, rank, boundaries, 1, 3)
+        sums.post(5)
+        for chunk in (1, 0):
+            sums.send(5, chunk)
+        sums.finish(5)
+        return [gradient_of(parameter) for parameter in parameters[rank]]
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
+
+
+def random_gradients(count, sizes, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [[torch.randn(size, generator=draw) for size in sizes] for _ in range(count)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    st.sampled_from([64, 300, 1 << 20]),
+    st.sampled_from([FP32, BF16, FP8, "eden:bits=3", "fixed:bits=8,round=stochastic"]),
+)
+def test_every_replica_has_the_same_sums_of_any_sizes(count, sizes, bucket, spec):
+    gradients = random_gradients(count, sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sum, "BUCKET", bucket)
+        found = all_reduce(gradients, lambda a, b: spec, spec)
+    for index in range(len(sizes)):
+        assert all(torch.equal(each[index], found[0][index]) for each in found)
+        total = torch.stack([of_replica[index] for of_replica in gradients]).sum(0)
+        if spec == FP32:
+            torch.testing.assert_close(found[0][index], total)
+        elif sizes[index] > 300:
+            tolerance = {BF16: 0.01, FP8: 0.06}.get(spec, 1.0)
+            assert (found[0][index] - total).norm() < tolerance * total.norm()
+
+
+def test_near_replicas_send_shards_uncompressed_and_all_take_the_same_sums():
+    """Replicas 0 and 1 are in one site, 2 in another: 0 and 1 lose nothing of each other's shards."""
+    gradients = random_gradients(3, [900])
+
+    def spec_of(a, b):
+        return FP32 if 2 not in (a, b) else FP8
+
+    found = all_reduce(gradients, spec_of, FP8)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][0], found[2][0])
+    near, far = sum_codec(FP32, WireConfig()), sum_codec(FP8, WireConfig())
+    shards = [of_replica[0].split(384) for of_replica in gradients]
+
+    def coded(codec, x):
+        return codec.decode(codec.encode(x), x.shape)
+
+    first = shards[0][0] + coded(near, shards[1][0]) + coded(far, shards[2][0])
+    assert torch.equal(found[0][0][:384], coded(far, first))
+    last = coded(far, shards[0][2]) + coded(far, shards[1][2]) + shards[2][2]
+    assert torch.equal(found[0][0][768:], coded(far, last))
+
+
+def test_gradients_in_codes_are_summed_whole_and_coded_again():
+    gradients = random_gradients(2, [500, 40], seed=3)
+    found = all_reduce(gradients, lambda a, b: FP8, FP8, stored=True)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    total = gradients[0][0] + gradients[1][0]
+    assert (found[0][0] - total).norm() < 0.1 * total.norm()
+
+
+def test_nan_of_one_replica_is_nan_of_all():
+    gradients = random_gradients(2, [300])
+    gradients[1][0][299] = torch.nan
+    for (gradient,) in all_reduce(gradients, lambda a, b: FP8, FP8):
+        assert gradient.isnan().any()
