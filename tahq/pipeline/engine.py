@@ -158,6 +158,8 @@ class StageEngine:
         """Compute the following steps by this row of a schedule."""
         self.actions = actions
         self._last = {action.chunk: action for action in self.actions}
+        if self.sums is not None:
+            self.sums.forget()
         self._split = {(action.chunk, action.micro_batch) for action in self.actions if action.kind is ActionKind.I}
         sources = {number for number, chunk in self.chunks.items() if chunk.incoming is None}
         self._held_up = held_up_by_depth(self.actions, sources)
@@ -189,6 +191,9 @@ class StageEngine:
             for action in self.actions:
                 if self.on_action is not None:
                     self.on_action(number, action)
+                is_summed = self.sums is not None and action is self._last[action.chunk]
+                if self.sums is not None and is_summed:
+                    self.sums.open(number, action.chunk, self.lanes.send)
                 if action.kind is ActionKind.F:
                     self._forward(step, action)
                 elif action.kind is ActionKind.W:
@@ -196,8 +201,8 @@ class StageEngine:
                         step.deferred.pop((action.chunk, action.micro_batch)).run()
                 else:
                     self._backward(step, action)
-                if self.sums is not None and action is self._last[action.chunk]:
-                    self.sums.send(number, action.chunk)
+                if self.sums is not None and is_summed:
+                    self.sums.close()
         step.spent = None
         finite = self.lanes.finish()
         if self.sums is not None:

@@ -8,14 +8,16 @@ many numbers, a multiple of 128 except in the last one. Replica j owns shard j:
     all-gather   j encodes the sum and sends it to all; all of them, j too, go on with what it decodes to
 
 Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
-overflows. All receives are posted before the step, and all shards of a chunk of the model are sent once its last
-backward has run, while others still compute.
+overflows. All receives are posted before the step. A bucket is sent as soon as its gradients are complete, within the
+last backward of its chunk of the model: how often that backward adds to each gradient is known from the step before.
 
 Source: AGoQ §5, Fig. 5 and 6 (all-to-all of FP8 blocks, sum in fp32, all-gather of FP8 blocks).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,6 +99,19 @@ class _Piece:
 
 
 Bucket = tuple[_Piece, ...]
+Send = Callable[[Boundary, LogicalId, torch.Tensor, None], None]
+"""`CodecLanes.send`: encodes and sends a tensor, which does not change until `finish`."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A chunk whose last backward runs."""
+
+    step: int
+    chunk: int
+    send: Send
+    unsent: set[int]
+    added: Counter[int]
 
 
 class GradientSum:
@@ -126,6 +141,17 @@ class GradientSum:
         numbers = iter(range(len(self._buckets)))
         self._of_chunk = {chunk: [next(numbers) for _ in buckets] for chunk, buckets in by_chunk.items()}
         self._sizes = [self._shard_sizes(_numel(bucket)) for bucket in self._buckets]
+        self._of_holder: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self._buckets):
+            for holder in _holders(bucket):
+                self._of_holder.setdefault(id(holder), []).append(number)
+                if len(self._of_holder[id(holder)]) == 1:
+                    _call_after_gradient(holder, self._added)
+        self._open: _Open | None = None
+        self._expected: dict[int, Counter[int]] = {}
+        """By chunk: how often its last backward adds to each gradient, by the holder's `id`."""
+        self._left: dict[int, int] = {}
+        """How many of these additions each bucket waits for."""
 
     def prepare(self, device: torch.device) -> None:
         """Compile or load the kernels of its codecs; CodecError: as of `Codec.prepare`."""
@@ -142,16 +168,52 @@ class GradientSum:
                 if sizes[other]:
                     boundary.post(self._name(step, number, other, other, _GATHER), (sizes[other],))
 
-    def send(self, step: int, chunk: int) -> None:
-        """Send the others their shards of a chunk's gradients, which are complete."""
+    def open(self, step: int, chunk: int, send: Send) -> None:
+        """Begin to send a chunk's gradients, as they become complete in the last backward, which is about to run."""
+        expected = self._expected.get(chunk)
+        self._open = _Open(step, chunk, send, set(self._of_chunk[chunk]), Counter())
+        if expected is None:
+            return
         for number in self._of_chunk[chunk]:
-            shards = torch.split(self._flat(number), self._sizes[number])
-            for other, boundary in self._boundaries.items():
-                if shards[other].numel():
-                    boundary.send(self._name(step, number, self._replica, other, _SCATTER), shards[other])
+            self._left[number] = sum(expected[id(holder)] for holder in _holders(self._buckets[number]))
+            if not self._left[number]:
+                self._send(number)
+
+    def close(self) -> None:
+        """Send what is left of the chunk."""
+        assert self._open is not None
+        for number in sorted(self._open.unsent):
+            self._send(number)
+        self._expected[self._open.chunk] = self._open.added
+        self._open = None
+
+    def forget(self) -> None:
+        """Expect nothing of the next step's backward: its schedule is another."""
+        self._expected.clear()
+
+    def _added(self, holder: HoldsGradient) -> None:
+        """Within the backward: something was added to a gradient."""
+        if self._open is None:
+            return
+        self._open.added[id(holder)] += 1
+        for number in self._of_holder[id(holder)] if self._open.chunk in self._expected else ():
+            if number not in self._open.unsent:
+                raise AssertionError("a gradient changed after it was sent: its backward differs from the step before")
+            self._left[number] -= 1
+            if not self._left[number]:
+                self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self._open is not None
+        self._open.unsent.remove(number)
+        shards = torch.split(self._flat(number), self._sizes[number])
+        for other, boundary in self._boundaries.items():
+            if shards[other].numel():
+                name = self._name(self._open.step, number, self._replica, other, _SCATTER)
+                self._open.send(boundary, name, shards[other], None)
 
     def finish(self, step: int) -> None:
-        """Replace every gradient by the sum, once all chunks are sent.
+        """Replace every gradient by the sum, once all chunks are sent and encoded.
 
         Raises:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
@@ -205,6 +267,24 @@ class GradientSum:
         blocks = -(-numel // BLOCK)
         most = -(-blocks // self._num_replicas) * BLOCK
         return [max(0, min(most, numel - most * replica)) for replica in range(self._num_replicas)]
+
+
+def _holders(bucket: Bucket) -> list[HoldsGradient]:
+    """Each once."""
+    return list({id(piece.holder): piece.holder for piece in bucket}.values())
+
+
+def _call_after_gradient(holder: Any, call: Callable[[HoldsGradient], None]) -> None:
+    """Have it called whenever something was added to a gradient, by autograd or by a deferred product."""
+    before = getattr(holder, "on_gradient", None)
+
+    def added(one: Any) -> None:
+        if before is not None:
+            before(one)
+        call(one)
+
+    holder.on_gradient = added
+    holder.register_post_accumulate_grad_hook(call)
 
 
 def _numel(bucket: Bucket) -> int:

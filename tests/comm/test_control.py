@@ -109,6 +109,7 @@ PREPARE = {
     "codec_state_bytes": 0,
     "active_s": 0,
     "codec_errors": [],
+    "weights_digest": "",
 }
 
 

@@ -66,7 +66,8 @@ def all_reduce(gradients, spec_of, of_sums, *, stored=False):
         sums = GradientSum({0: parameters[rank][:half], 1: parameters[rank][half:]}, rank, boundaries, 1, 3)
         sums.post(5)
         for chunk in (1, 0):
-            sums.send(5, chunk)
+            sums.open(5, chunk, lambda boundary, name, shard, _: boundary.send(name, shard))
+            sums.close()
         sums.finish(5)
         return [gradient_of(parameter) for parameter in parameters[rank]]
 
@@ -136,3 +137,26 @@ def test_nan_of_one_replica_is_nan_of_all():
     gradients[1][0][299] = torch.nan
     for (gradient,) in all_reduce(gradients, lambda a, b: FP8, FP8):
         assert gradient.isnan().any()
+
+
+def test_buckets_are_sent_within_the_backward_once_its_order_is_known(monkeypatch):
+    monkeypatch.setattr(gradient_sum, "BUCKET", 300)
+    boundary = Boundary(Wire(queue.Queue(), queue.Queue()), CutIdentity(1, 7, 0, 0), None, CPU, Stopwatch())
+    first, last = (Parameter(torch.ones(300)) for _ in range(2))
+    sums, sent = GradientSum({0: [first, last]}, 0, {1: boundary}, 1, 3), []
+
+    def backward(step):
+        sums.open(step, 0, lambda _, name, shard, __: sent.append((name.step, name.micro_batch)))
+        before = len(sent)
+        (last * 2).sum().backward()
+        between = len(sent) - before
+        (first * 2).sum().backward()
+        sums.close()
+        return between
+
+    assert [backward(step) for step in (1, 2)] == [0, 1]
+    assert sent == [(1, 0), (1, 1), (2, 1), (2, 0)]
+    sums.open(3, 0, lambda *_: None)
+    (last * 2).sum().backward()
+    with pytest.raises(AssertionError, match="a gradient changed after it was sent"):
+        (last * 2).sum().backward()

@@ -52,7 +52,7 @@ def store_gradient(holder: HoldsGradient) -> None:
 
 def is_stored(holder: HoldsGradient) -> bool:
     """Whether a holder keeps its gradient in codes."""
-    return getattr(holder, "on_gradient", None) is fold_gradient
+    return hasattr(holder, "gradient_codes")
 
 
 @torch.no_grad()
