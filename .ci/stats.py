@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 57_050,
     "modules there": 317,
     "lines of benchmarks": 7_150,
-    "lines of tests": 40_950,
+    "lines of tests": 41_050,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -165,7 +165,7 @@ def first_plan(
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
     whole, replicas = config, config.pipeline.replicas
     may_reorder = config.hosts != "local" and not by_hand and replicas == 1
-    config, cluster = one_replica(config), slowest_replica(cluster, config.pipeline.stages)
+    config, cluster = one_replica(config), slowest_replica(config, cluster)
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
     except NothingFitsError as error:

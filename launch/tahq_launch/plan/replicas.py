@@ -8,7 +8,7 @@ from typing import Any
 
 from tahq.comm.network_config import host_names
 from tahq.config.cluster import ClusterConfig
-from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, PathNumbers
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, PathNumbers, host_labels
 from tahq.typed_yaml.mistakes import Origins, validated
 
 _SMALLER = {"memory": min, "up": min, "down": min}
@@ -44,11 +44,14 @@ def for_all_replicas(planned: ClusterConfig, whole: ClusterConfig) -> ClusterCon
     return validated(ClusterConfig, values, Origins("the plan for all replicas"))
 
 
-def slowest_replica(cluster: ClusterNumbers, num_stages: int) -> ClusterNumbers:
-    """The figures of one replica, each the slowest of all; replica r has hosts r·P to r·P + P − 1."""
-    replicas = [cluster.hosts[first : first + num_stages] for first in range(0, len(cluster.hosts), num_stages)]
-    if len(replicas) == 1:
+def slowest_replica(config: ClusterConfig, cluster: ClusterNumbers) -> ClusterNumbers:
+    """The figures of one replica, each the slowest of all; replica r has hosts r·P to r·P + P − 1 of the list."""
+    num_stages, labels = config.pipeline.stages, host_labels(config.hosts, config.pipeline.num_workers)
+    if config.pipeline.replicas == 1:
         return cluster
+    by_name = {host.name: host for host in cluster.hosts}
+    listed = [by_name[name] for name in labels]
+    replicas = [listed[first : first + num_stages] for first in range(0, len(listed), num_stages)]
     hosts = [_slowest(of_stage) for of_stage in zip(*replicas, strict=True)]
     first = [host.name for host in hosts]
     found: dict[tuple[str, str], list[PathNumbers]] = {}
