@@ -285,7 +285,7 @@ def _other_end(stage: int, ends: LinkEnds, direction: Direction) -> tuple[int, T
     other = ends.upper if is_lower else ends.lower
     if ends.cut is None:
         return other, "gradients" if ends.is_tie else "all-reduce"
-    if ends.lower != ends.upper and is_lower != (direction is Direction.FORWARD):
+    if is_lower != (direction is Direction.FORWARD):
         raise ValueError
     return other, "activations" if direction is Direction.FORWARD else "gradients"
 

@@ -181,13 +181,13 @@ def _replicas(table: ClusterTable, first: PipelinePlan, progress: Progress) -> R
 
 
 def _stage_counts(table: ClusterTable, first: PipelinePlan, count: int) -> list[int]:
-    """Numbers of stages to try with so many replicas; of many hosts only few."""
+    """Numbers of stages to try with so many replicas; of many hosts only one."""
     problem = table.problem
     most = min(table.num_hosts // count, problem.model.num_layers)
     if problem.in_order:
         every = {table.num_hosts // count} if table.num_hosts % count == 0 else set()
     elif most > MAX_ALL_HOSTS:
-        every = {first.num_stages, most}
+        every = {min(first.num_stages, most)}
     else:
         every = set(range(1, most + 1))
     return sorted(number for number in every if number <= most and problem.num_stages in (None, number))
@@ -216,9 +216,10 @@ def _side_by_side(table: ClusterTable, count: int, num_stages: int, progress: Pr
         free = [host for host in free if host not in ranked[0].hosts]
     layers = np.array(plans[0].layers, dtype=float)
     limits = np.min([StageCosts.of(own, plan).depth_limits(layers) for plan in plans], axis=0)
-    if limits.min() < 1:
+    if limits.min() < (1 if plans[0].depths else plans[0].num_micro_batches):
         return ()
-    depths = tuple(int(min(pair)) for pair in zip(plans[0].depths, limits, strict=True)) if plans[0].depths else ()
+    limits = np.where(limits < plans[0].num_micro_batches, limits, np.inf)  # no more are ever in flight
+    depths = tuple(int(min(pair)) for pair in zip(plans[0].depths, limits, strict=False))
     return tuple(replace(plan, depths=depths) for plan in plans)
 
 

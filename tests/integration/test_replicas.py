@@ -1,11 +1,14 @@
 """Replicas of a pipeline sum their gradients to the same bits, and to those of a plain loop."""
 
+import re
+
 import pytest
 import torch
 from support.exactness import assert_equal_to_the_bit, plain
 from support.runs import assert_same_run, launch, overrides, tiny, train
 
 from tahq import fault_points
+from tahq.config.cluster import ClusterConfig
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
@@ -92,17 +95,20 @@ def test_run_goes_on_with_another_number_of_replicas(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("sections", "message"),
     [
-        ({"training.global_batch": 6}, "3 micro-batches of training.micro_batch 2, which 2 replicas"),
-        ({"training.optimizer": "qgalore"}, "finds a subspace from each replica's own gradients"),
-        ({"model.tie": "sync"}, "model.tie: sync is for one pipeline"),
-        ({"wire.activations": "aqsgd"}, "wire.activations: aqsgd remembers the samples of one pipeline"),
-        ({"wire.all_reduce": "tha"}, "no codec 'tha'; did you mean tah?"),
+        ({"training": {"global_batch": 6}}, "3 micro-batches of training.micro_batch 2, which 2 replicas"),
+        ({"training": {"optimizer": "qgalore"}}, "finds a subspace from each replica's own gradients"),
+        ({"model": {"tie": "sync"}}, "model.tie: sync is for one pipeline"),
+        ({"wire": {"activations": "aqsgd"}}, "wire.activations: aqsgd remembers the samples of one pipeline"),
+        ({"wire": {"all_reduce": "tha"}}, "no codec 'tha'; did you mean tah?"),
+        (
+            {"hosts": [{"address": "10.0.0.1"}] * 2},
+            "hosts lists 2 machines, pipeline.stages is 2 times pipeline.replicas 2",
+        ),
     ],
 )
-def test_what_replicas_cannot_do_is_refused_with_a_reason(tmp_path, changes, message):
-    sets = overrides(*(f"{key}={value}" for key, value in changes.items()))
-    run = launch(tmp_path, replicated(2, 2), *sets)
-    assert run.returncode == 2
-    assert message in run.stderr
+def test_what_replicas_cannot_do_is_refused_with_a_reason(sections, message):
+    hosts = {"hosts": sections.pop("hosts")} if "hosts" in sections else {}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ClusterConfig.model_validate({**replicated(2, 2, **sections), **hosts})

@@ -226,6 +226,7 @@ def test_replicas_add_up_where_averaging_is_cheap():
     assert [each.num_micro_batches for each in two.replicas.plans] == [16, 16]
     assert not set(two.replicas.plans[0].hosts) & set(two.replicas.plans[1].hosts)
     assert 1.7 * one.tokens_per_s < two.tokens_per_s < 2 * one.tokens_per_s
+    assert len({replace(each, hosts=()) for each in two.replicas.plans}) == 1
     # 10 MB per block to average at 1 Mbit/s
     assert plan(ask(pair(up=1e6, down=1e6), 2, 8, block=4e7, num_stages=1, max_replicas=2)).replicas is None
 
