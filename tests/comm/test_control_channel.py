@@ -296,7 +296,7 @@ def test_member_stays_and_the_stranger_silent_longest_makes_room(connect):
     server = ControlServer("127.0.0.1:0", heartbeat_s=0.2, max_strangers=3)
     clients, identities = [], []
     for stage in range(8):
-        clients.append(connect(server.address, peer_timeout_s=SOON_S))
+        clients.append(connect(server.address, peer_timeout_s=3 * SOON_S, heartbeat_s=SOON_S))
         clients[-1].send(Join(stage, "0.1", "host", 1))
         identities.append(hear(server, Join)[0])
         if stage == 0:
