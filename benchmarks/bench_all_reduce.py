@@ -2,8 +2,8 @@
 
     python benchmarks/bench_all_reduce.py [--output benchmarks/results/all_reduce_<hardware>_<yyyymm>.md]
 
-Every replica is a process in a network namespace of its own and sums as a worker does (`GradientSum`), one tensor of
-fp32 that is the gradient of its only parameter; gloo's all-reduce of the same tensor runs between the same processes.
+Every replica is a process in a network namespace of its own. It sums as a worker does (`GradientSum`), but in one
+thread: one tensor of fp32, the gradient of its only parameter. gloo sums the same tensor between the same processes.
 Seconds are from a barrier to the last replica's end: the median of some sums after one that does not count. The
 breakdown is of replica 0: encoding, decoding, and waiting for frames.
 
@@ -49,16 +49,15 @@ class Replica:
     """One process's links to all others."""
 
     def __init__(self, rank: int, addresses: Sequence[str]) -> None:
-        self.rank, self.num = rank, len(addresses)
+        self.rank = rank
         self._stopwatch = Stopwatch()
         settings = EndpointSettings(bind=f"{addresses[rank]}:{PORT}", peer_timeout_s=60.0, heartbeat_s=5.0)
         self._endpoint = ZmqEndpoint(PeerIdentity(1, 1, rank, "bench"), settings)
         self._transports = {}
-        for ends in Grid(1, self.num).links():
-            if rank in (ends.lower, ends.upper):
-                other = ends.upper if rank == ends.lower else ends.lower
-                dial = "" if rank == ends.lower else f"{addresses[other]}:{PORT}"
-                self._transports[other] = self._endpoint.open_link(ends.link, other, f"replica {other}", dial)
+        for ends in Grid(1, len(addresses)).links_of(rank):
+            other = ends.other(rank)
+            dial = "" if rank == ends.lower else f"{addresses[other]}:{PORT}"
+            self._transports[other] = self._endpoint.open_link(ends.link, other, f"replica {other}", dial)
         self._endpoint.wait_connected(60.0)
         self._step = 0
 
@@ -87,7 +86,7 @@ class Replica:
 
 
 def play(rank: int, addresses: Sequence[str], rate: float, sizes: Sequence[int], repeats: int) -> None:
-    """Print a row of JSON for each size and codec; rank 0 decides nothing, all do the same."""
+    """Print a row of JSON for each size and codec; all replicas do the same."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name != "lo")
     dist.init_process_group(

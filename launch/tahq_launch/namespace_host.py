@@ -11,7 +11,6 @@ Invariants:
 """
 
 import contextlib
-import itertools
 import json
 import logging
 import time
@@ -102,12 +101,9 @@ def network_of(config: ClusterConfig) -> NetworkConfig:
 
 
 def links_of(config: ClusterConfig) -> list[tuple[str, str]]:
-    """(source, destination) of everything that a step sends: neighbours, and the ends if embeddings are tied."""
-    names = host_names(config.pipeline.num_workers)
-    chain = list(itertools.pairwise(names))
-    if config.model.tie == "sync" and len(names) > 2:
-        chain.append((names[0], names[-1]))
-    return [pair for one, other in chain for pair in ((one, other), (other, one))]
+    """(source, destination) of everything that a step sends."""
+    pairs = config.grid.pairs(host_names(config.pipeline.num_workers))
+    return [pair for one, other in pairs for pair in ((one, other), (other, one))]
 
 
 def _keep(prepared: PreparedRun, measured: Calibration, took_s: float) -> None:

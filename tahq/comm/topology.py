@@ -44,6 +44,10 @@ class LinkEnds:
     is_tie: bool = False
     """Whether it is for tied embeddings."""
 
+    def other(self, stage: int) -> int:
+        """The stage that it joins with this one."""
+        return self.upper if stage == self.lower else self.lower
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -56,7 +60,7 @@ class Grid:
     tie_link: bool = False
 
     @property
-    def num_places(self) -> int:
+    def num_workers(self) -> int:
         """R·P, the number of workers."""
         return self.num_stages * self.replicas
 
@@ -74,18 +78,18 @@ class Grid:
     def _has_tie_link(self) -> bool:
         return self.tie_link and self.num_stages >= 2
 
-    def is_last(self, place: int) -> bool:
+    def is_last(self, stage: int) -> bool:
         """Whether a worker runs the last stage of its replica."""
-        return place % self.num_stages == self.num_stages - 1
+        return stage % self.num_stages == self.num_stages - 1
 
-    def replicas_of(self, place: int) -> range:
+    def replicas_of(self, stage: int) -> range:
         """All workers that run the same stage."""
-        return range(place % self.num_stages, self.num_places, self.num_stages)
+        return range(stage % self.num_stages, self.num_workers, self.num_stages)
 
     def links(self) -> tuple[LinkEnds, ...]:
         """Every link, by number."""
         stages, ends = self.num_stages, list[LinkEnds]()
-        for first in range(0, self.num_places, stages):
+        for first in range(0, self.num_workers, stages):
             for cut in range(self.num_cuts):
                 ends.append(LinkEnds(len(ends), first + cut % stages, first + (cut + 1) % stages, cut))
             if self._has_tie_link:
@@ -94,6 +98,15 @@ class Grid:
             for lower, upper in combinations(self.replicas_of(stage), 2):
                 ends.append(LinkEnds(len(ends), lower, upper))
         return tuple(ends)
+
+    def links_of(self, stage: int) -> list[LinkEnds]:
+        """The links that end at a stage."""
+        return [ends for ends in self.links() if stage in (ends.lower, ends.upper)]
+
+    def pairs(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """The names of the stages that links join, each pair once; `names`: of all stages."""
+        ends = (sorted((each.lower, each.upper)) for each in self.links())
+        return list(dict.fromkeys((names[lower], names[upper]) for lower, upper in ends))
 
 
 def plan_links(endpoints: Sequence[Endpoint], grid: Grid, inside: LinkTransport = "zmq") -> list[list[list[str | int]]]:

@@ -128,13 +128,12 @@ class ClusterConfig(Section):
 
     def has_group(self, stage: int) -> bool:
         """Whether a process group carries the frames between a stage and one of its neighbours."""
-        return any(stage in pair and self.transport_between(*pair) != "zmq" for pair in self._linked_stages())
+        return any(self.transport_between(stage, ends.other(stage)) != "zmq" for ends in self.grid.links_of(stage))
 
     @property
     def grid(self) -> Grid:
         """The stages of all replicas, and their links."""
-        pipeline = self.pipeline
-        return Grid(pipeline.stages, pipeline.replicas, pipeline.chunks, self.model.tie == "sync")
+        return self.pipeline.grid(tie_link=self.model.tie == "sync")
 
     @property
     def sum_codecs(self) -> dict[int, str]:
@@ -145,9 +144,6 @@ class ClusterConfig(Section):
             ends.link: inside if sites[ends.lower] and sites[ends.lower] == sites[ends.upper] else wire.all_reduce
             for ends in self.grid.links()[self.grid.first_sum_link :]
         }
-
-    def _linked_stages(self) -> list[tuple[int, int]]:
-        return [(ends.lower, ends.upper) for ends in self.grid.links()]
 
     def _network(self) -> NetworkConfig:
         try:
@@ -173,8 +169,8 @@ class ClusterConfig(Section):
         """The reason that no link can use a process group, or the cap that one would exceed; empty: no obstacle."""
         if self.hosts != "namespaces" and (self.links.rate is not None or self.links.delay):
             return "links.rate and links.delay are enforced on ZMQ links only"
-        pairs = self._linked_stages()
-        if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):
+        links = self.grid.links()
+        if links and all(self.transport_between(ends.lower, ends.upper) == "zmq" for ends in links):
             section = "links.hosts" if self.hosts == "namespaces" else "hosts"
             return f"no two neighbouring stages are in one site (set site under {section})"
         for stage in filter(self.has_group, range(self.pipeline.num_workers)):

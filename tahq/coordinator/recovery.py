@@ -166,10 +166,7 @@ def _why(run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
 
 def links_of(options: CoordinatorOptions, stage: int) -> list[tuple[LinkEnds, int]]:
     """The links that end at a stage, each with the stage at its other end."""
-    links = options.grid.links()
-    return [
-        (ends, ends.upper if ends.lower == stage else ends.lower) for ends in links if stage in (ends.lower, ends.upper)
-    ]
+    return [(ends, ends.other(stage)) for ends in options.grid.links_of(stage)]
 
 
 def is_behind(run: RunState, seat: Seat) -> bool:

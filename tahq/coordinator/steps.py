@@ -281,11 +281,10 @@ def _other_end(stage: int, ends: LinkEnds, direction: Direction) -> tuple[int, T
     """
     if stage not in (ends.lower, ends.upper):
         raise ValueError
-    is_lower = stage == ends.lower
-    other = ends.upper if is_lower else ends.lower
+    other = ends.other(stage)
     if ends.cut is None:
         return other, "gradients" if ends.is_tie else "all-reduce"
-    if is_lower != (direction is Direction.FORWARD):
+    if (stage == ends.lower) != (direction is Direction.FORWARD):
         raise ValueError
     return other, "activations" if direction is Direction.FORWARD else "gradients"
 

@@ -228,6 +228,22 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def after_gradient(holder: Any, call: Callable[[Any], None]) -> None:
+    """Have `call` called with a parameter, or a low-rank weight, whenever something was added to its gradient.
+
+    Calls come in the order in which they were asked for.
+    """
+    before: Callable[[Any], None] = getattr(holder, "on_gradient", None) or (lambda one: None)
+
+    def both(one: Any) -> None:
+        before(one)
+        call(one)
+
+    holder.on_gradient = both
+    if isinstance(holder, torch.Tensor):
+        holder.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient, and call its `on_gradient`, if it has that, as autograd does."""
     if parameter.grad is None:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tahq.comm.topology import Grid
 from tahq.errors import ScheduleError
 from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
@@ -203,6 +204,10 @@ class PipelineConfig(Section):
     def num_workers(self) -> int:
         """Stages of all replicas."""
         return self.stages * self.replicas
+
+    def grid(self, *, tie_link: bool) -> Grid:
+        """The stages of all replicas and their links; `tie_link`: one joins the copies of a tied embedding."""
+        return Grid(self.stages, self.replicas, self.chunks, tie_link)
 
     @property
     def first_schedule(self) -> str:

@@ -191,9 +191,9 @@ class StageEngine:
             for action in self.actions:
                 if self.on_action is not None:
                     self.on_action(number, action)
-                is_summed = self.sums is not None and action is self._last[action.chunk]
-                if self.sums is not None and is_summed:
-                    self.sums.open(number, action.chunk, self.lanes.send)
+                sums = self.sums if action is self._last[action.chunk] else None
+                if sums is not None:
+                    sums.open(number, action.chunk, self.lanes.send)
                 if action.kind is ActionKind.F:
                     self._forward(step, action)
                 elif action.kind is ActionKind.W:
@@ -201,8 +201,8 @@ class StageEngine:
                         step.deferred.pop((action.chunk, action.micro_batch)).run()
                 else:
                     self._backward(step, action)
-                if self.sums is not None and is_summed:
-                    self.sums.close()
+                if sums is not None:
+                    sums.close()
         step.spent = None
         finite = self.lanes.finish()
         if self.sums is not None:

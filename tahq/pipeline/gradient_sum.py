@@ -4,7 +4,7 @@ Gradients, one after the other, are cut into buckets, and a bucket [N] into a sh
 many numbers, a multiple of 128 except in the last one. Replica j owns shard j:
 
     all-to-all   every other replica i sends its shard j, encoded, to j
-    sum          j adds the R shards in fp32, in the order of replicas, its own as it is
+    sum          j adds the R shards in fp32, in the order of replicas; its own is not encoded
     all-gather   j encodes the sum and sends it to all; all of them, j too, go on with what it decodes to
 
 Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
@@ -17,7 +17,6 @@ Source: AGoQ §5, Fig. 5 and 6 (all-to-all of FP8 blocks, sum in fp32, all-gathe
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from tahq.memory.small_floats.block_codes import (
     quantize_blocks,
     stored_nbytes,
 )
+from tahq.models.deferred_gradients import after_gradient
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
@@ -146,7 +146,7 @@ class GradientSum:
             for holder in _holders(bucket):
                 self._of_holder.setdefault(id(holder), []).append(number)
                 if len(self._of_holder[id(holder)]) == 1:
-                    _call_after_gradient(holder, self._added)
+                    after_gradient(holder, self._added)
         self._open: _Open | None = None
         self._expected: dict[int, Counter[int]] = {}
         """By chunk: how often its last backward adds to each gradient, by the holder's `id`."""
@@ -272,19 +272,6 @@ class GradientSum:
 def _holders(bucket: Bucket) -> list[HoldsGradient]:
     """Each once."""
     return list({id(piece.holder): piece.holder for piece in bucket}.values())
-
-
-def _call_after_gradient(holder: Any, call: Callable[[HoldsGradient], None]) -> None:
-    """Have it called whenever something was added to a gradient, by autograd or by a deferred product."""
-    before = getattr(holder, "on_gradient", None)
-
-    def added(one: Any) -> None:
-        if before is not None:
-            before(one)
-        call(one)
-
-    holder.on_gradient = added
-    holder.register_post_accumulate_grad_hook(call)
 
 
 def _numel(bucket: Bucket) -> int:

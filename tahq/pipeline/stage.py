@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,7 +43,6 @@ MAX_KEPT_BATCHES = 16
 
 DIGEST_EVERY = 10
 """Steps between two comparisons of the replicas' weights."""
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class StagePlan:
     @property
     def grid(self) -> Grid:
         """All stages and their links."""
-        return Grid(self.pipeline.stages, self.pipeline.replicas, self.pipeline.chunks, self.tie)
+        return self.pipeline.grid(tie_link=self.tie)
 
     @property
     def replica(self) -> int:
@@ -115,8 +113,7 @@ class Stage:
         self._transports = dict(transports)
         self._device = device
         self._boundaries: dict[int, Boundary] = {}
-        mine = (ends for ends in plan.grid.links() if plan.stage in (ends.lower, ends.upper))
-        self._links = {ends.cut: ends for ends in mine if ends.cut is not None}
+        self._links = {ends.cut: ends for ends in plan.grid.links_of(plan.stage) if ends.cut is not None}
         parameters = {name: p for module in modules.values() for name, p in module.canonical_parameters().items()}
         low_rank = {name: w for module in modules.values() for name, w in low_rank_weights(module).items()}
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
@@ -246,9 +243,7 @@ class Stage:
         """A sum over the bits of all weights, for replicas to compare; empty except every few steps."""
         if self.plan.pipeline.replicas == 1 or step % DIGEST_EVERY:
             return ""
-        tensors = (tensor for name, tensor in self.update.tensors().items() if name.startswith("model/"))
-        sums = [tensor.contiguous().view(_WORDS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors]
-        return blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=16).hexdigest()
+        return self.update.weights_digest()
 
     @property
     def evaluates(self) -> bool:
@@ -271,8 +266,8 @@ class Stage:
     def _link_boundary(
         self, ends: LinkEnds, identity: CutIdentity, codecs: CodecTable, every: int | None = None
     ) -> Boundary:
-        (peer,) = {ends.lower, ends.upper} - {self.plan.stage}
-        return Boundary(self._transports[ends.link], identity, codecs, self._device, self.stopwatch, peer, every)
+        transport, peer = self._transports[ends.link], ends.other(self.plan.stage)
+        return Boundary(transport, identity, codecs, self._device, self.stopwatch, peer, every)
 
     def _sums(self, modules: Mapping[int, ModelSlice]) -> GradientSum:
         plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
@@ -281,11 +276,10 @@ class Stage:
         # all get the same codes of a sum: those for the farthest
         of_sums = wire.all_reduce if wire.all_reduce in specs.values() else specs[links[0].link]
         identity, boundaries = CutIdentity(plan.run, plan.seed, grid.num_cuts, plan.replica), {}
-        for ends in links:
-            if plan.stage in (ends.lower, ends.upper):
+        for ends in grid.links_of(plan.stage):
+            if ends.link in specs:
                 codecs = SumCodecs(sum_codec(specs[ends.link], wire), sum_codec(of_sums, wire))
-                other = ends.upper if ends.lower == plan.stage else ends.lower
-                boundaries[other // grid.num_stages] = self._link_boundary(ends, identity, codecs)
+                boundaries[ends.other(plan.stage) // grid.num_stages] = self._link_boundary(ends, identity, codecs)
         holders = {number: list(module.canonical_parameters().values()) for number, module in modules.items()}
         return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts)
 

@@ -7,6 +7,7 @@ backward itself applies the step, and nothing is left to do at COMMIT.
 
 import math
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 
 import torch
 from torch.nn import Parameter
@@ -62,6 +63,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
     return config.min_lr if progress >= 1 else max(config.min_lr, rate)
 
 
+_WORDS = {2: torch.int16, 4: torch.int32}
 FEW_SEARCHES = 8
 """Searches for subspaces that a step may have without reporting progress."""
 
@@ -139,6 +141,12 @@ class StageUpdate:
         if any(parameter.grad is not None for parameter in self._parameters.values()):
             raise AssertionError("a gradient bypassed the hooks of the fused update")
         return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []
+
+    def weights_digest(self) -> str:
+        """A hash of the sums over the bits of each parameter: equal where all weights are, and hardly elsewhere."""
+        words = (p.detach().contiguous().view(_WORDS[p.itemsize]) for p in self._parameters.values())
+        sums = torch.stack([each.sum(dtype=torch.int64) for each in words])
+        return blake2b(repr(sums.tolist()).encode(), digest_size=16).hexdigest()
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""

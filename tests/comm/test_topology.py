@@ -54,8 +54,8 @@ def test_links_of_replicas_are_numbered_through_and_those_of_their_sums_come_las
         *((3, 0, 2, None), (4, 0, 4, None), (5, 2, 4, None)),
         *((6, 1, 3, None), (7, 1, 5, None), (8, 3, 5, None)),
     ]
-    assert (grid.first_sum_link, grid.num_places, list(grid.replicas_of(3))) == (3, 6, [1, 3, 5])
-    assert [place for place in range(6) if grid.is_last(place)] == [1, 3, 5]
+    assert (grid.first_sum_link, grid.num_workers, list(grid.replicas_of(3))) == (3, 6, [1, 3, 5])
+    assert [stage for stage in range(6) if grid.is_last(stage)] == [1, 3, 5]
 
 
 @pytest.mark.parametrize(

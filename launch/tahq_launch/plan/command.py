@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tahq.comm.topology import Grid
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import dump_yaml, load_config, placed_errors
 from tahq.errors import UserError
@@ -127,17 +128,18 @@ def planned_config(
     `hosts`: of all replicas, one after the other; empty: the plan's.
     """
     hosts = hosts or plan.hosts
+    grid = Grid(plan.num_stages, len(hosts) // plan.num_stages, plan.chunks_per_stage)
     values = config.model_dump(mode="json")
     values["training"]["micro_batch"] = plan.micro_batch
     values["pipeline"] |= {
         "stages": plan.num_stages,
-        "replicas": len(hosts) // plan.num_stages,
+        "replicas": grid.replicas,
         "schedule": plan.schedule,
         "in_flight": list(plan.depths) or None,
         "chunks": plan.chunks_per_stage,
         "layers": list(chunk_layers(plan)),
     }
-    needed = needed_connections(table.problem.cluster, named(table.problem, plan.hosts))
+    needed = needed_connections(table.problem.cluster, grid.pairs(named(table.problem, hosts)))
     values["links"] |= {"first": str(plan.first), "connections": max(config.links.connections, needed)}
     notes = _put_codecs(values, table.problem, plan)
     _put_hosts(config, values, table.problem, hosts)

@@ -163,8 +163,8 @@ def first_plan(
         config = _bound_to(config, address) if by_hand else config
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
-    whole, replicas = config, config.pipeline.replicas
-    may_reorder = config.hosts != "local" and not by_hand and replicas == 1
+    whole = config
+    may_reorder = config.hosts != "local" and not by_hand and config.pipeline.replicas == 1
     config, cluster = one_replica(config), slowest_replica(config, cluster)
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)

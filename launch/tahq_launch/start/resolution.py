@@ -7,8 +7,7 @@ are shares become rates, and links get as many TCP connections as two neighbours
 
 import logging
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from pathlib import Path
 
 from tahq.comm.config import HostRates, host_shaping, with_measured_rates
@@ -106,13 +105,13 @@ def with_measured(config: ClusterConfig) -> ClusterConfig:
     # A host with a link inside its site has no cap: a process group would exceed it.
     rates = [HostRates() if config.has_group(stage) else known[name] for stage, name in enumerate(names)]
     hosts = with_measured_rates(config.links, config.hosts, rates)
-    connections = max(config.links.connections, needed_connections(cluster, names))
+    connections = max(config.links.connections, needed_connections(cluster, config.grid.pairs(names)))
     links = config.links.model_copy(update={"measured": None, "connections": connections})
     return config.model_copy(update={"hosts": hosts, "links": links})
 
 
-def needed_connections(cluster: ClusterNumbers, names: Sequence[str]) -> int:
-    """The most TCP connections that any two neighbours in this order of hosts were found to need."""
-    neighbours = {frozenset(pair) for pair in pairwise(names)}
+def needed_connections(cluster: ClusterNumbers, pairs: Iterable[tuple[str, str]]) -> int:
+    """The most TCP connections that any of these pairs of hosts were found to need."""
+    neighbours = set(map(frozenset, pairs))
     needed = [path.connections or 1 for path in cluster.paths if frozenset((path.source, path.target)) in neighbours]
     return min(MAX_CONNECTIONS, max(needed, default=1))

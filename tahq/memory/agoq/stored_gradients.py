@@ -5,7 +5,7 @@ bytes per element. A micro-batch's gradient is added in fp32 to what the codes d
 and coded, and its fp32 copy is freed; so only one gradient at a time is there in fp32. The optimizer reads the decoded
 gradient, of a few holders at a time.
 
-The codes are the holder's attribute `gradient_codes`, `fold_gradient` is its `on_gradient`. Without that, all functions
+The codes are the holder's attribute `gradient_codes`, None before there are any. Without that attribute, all functions
 here act on `grad` alone.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks, stored_nbytes
+from tahq.models.deferred_gradients import after_gradient
 
 DECODED_AT_A_TIME = 1 << 24
 """Elements of gradients that the optimizer gets in fp32 at a time, unless one holder has more."""
@@ -44,10 +45,8 @@ Holder = TypeVar("Holder", bound=HoldsGradient)
 
 def store_gradient(holder: HoldsGradient) -> None:
     """Keep a holder's gradient in codes from now on."""
-    one: Any = holder
-    one.on_gradient, one.gradient_codes = fold_gradient, None
-    if isinstance(holder, torch.Tensor):
-        holder.register_post_accumulate_grad_hook(fold_gradient)  # type: ignore[no-untyped-call]
+    holder.gradient_codes = None  # type: ignore[attr-defined]
+    after_gradient(holder, fold_gradient)
 
 
 def is_stored(holder: HoldsGradient) -> bool:
