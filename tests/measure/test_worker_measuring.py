@@ -1,5 +1,6 @@
 """Timing the parts of real models on this machine's CPU, codecs, and a worker's answers to measuring orders."""
 
+import math
 import socket
 
 import pytest
@@ -204,7 +205,9 @@ def order_to(*peers, least_s=0.2):
     return MeasurePaths(5, [list(peer) for peer in peers], least_s, 0.4)
 
 
-def test_compute_is_timed_for_every_size(members):
+def test_compute_is_timed_for_every_size(members, monkeypatch):
+    """A busy machine may not make its times implausible."""
+    monkeypatch.setattr(measuring, "MOST_SLOWER", math.inf)
     figures = members[1].carry_out(MeasureCompute([4, 2, 2], [RAW]))
     assert [row["micro_batch"] for row in figures.times] == [2, 4]
     assert (figures.stage, list(figures.codecs), figures.notes) == (1, [RAW], [])
