@@ -86,6 +86,12 @@ class Grid:
         """All workers that run the same stage."""
         return range(stage % self.num_stages, self.num_workers, self.num_stages)
 
+    def shares(self, num_micro_batches: int, computing: Sequence[int]) -> dict[int, range]:
+        """The micro-batches of a step that each replica computes: the earlier ones at most one more than the later."""
+        count, more = divmod(num_micro_batches, len(computing))
+        firsts = [index * count + min(index, more) for index in range(len(computing) + 1)]
+        return {replica: range(*firsts[index : index + 2]) for index, replica in enumerate(computing)}
+
     def links(self) -> tuple[LinkEnds, ...]:
         """Every link, by number."""
         stages, ends = self.num_stages, list[LinkEnds]()

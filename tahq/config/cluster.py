@@ -112,6 +112,25 @@ class ClusterConfig(Section):
                 f"wire.activations: {self.wire.activations} remembers the samples of one pipeline, and with "
                 "pipeline.replicas they change places; use another codec"
             )
+        if self.pipeline.replicas_wait is not None or self.pipeline.replay is not None:
+            self._check_fewer_replicas()
+
+    def _check_fewer_replicas(self) -> None:
+        """Whether some replicas can take the share of others."""
+        pipeline, key = self.pipeline, "replay" if self.pipeline.replicas_wait is None else "replicas_wait"
+        if pipeline.first_schedule == "gpipe":
+            raise ValueError(
+                f"pipeline.{key} gives a replica more micro-batches, all of which gpipe keeps in memory; use 1f1b or "
+                "zero-bubble"
+            )
+        if any(map(self.has_group, range(pipeline.num_workers))):
+            raise ValueError(
+                f"pipeline.{key} needs links over ZMQ, since a process group does not survive a lost worker; use "
+                "links.inside: zmq"
+            )
+        for count in range(1, pipeline.replicas):
+            for share in set(map(len, self.grid.shares(self.training.num_micro_batches, range(count)).values())):
+                self._check_share(share, f" (pipeline.{key}: {count} of {pipeline.replicas} replicas)")
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -201,18 +220,21 @@ class ClusterConfig(Section):
                 )
 
     def _check_schedule(self) -> None:
+        self._check_share(self.training.num_micro_batches // self.pipeline.replicas)
+
+    def _check_share(self, count: int, why: str = "") -> None:
+        """Whether a replica can compute so many micro-batches in a step."""
         pipeline, training = self.pipeline, self.training
-        count = training.num_micro_batches // pipeline.replicas
         if count > MAX_MICRO_BATCHES:
             raise ValueError(
                 f"training.global_batch {training.global_batch} is {count} micro-batches of training.micro_batch "
-                f"{training.micro_batch}; at most {MAX_MICRO_BATCHES} micro-batches fit into a step"
+                f"{training.micro_batch}; at most {MAX_MICRO_BATCHES} micro-batches fit into a step{why}"
             )
         depths, chunks = pipeline.first_depths, pipeline.chunks
         try:
             generate(pipeline.first_schedule, pipeline.stages, count, depths=depths, chunks_per_stage=chunks)
         except ScheduleError as error:
-            raise ValueError(f"pipeline.in_flight: {error}") from error
+            raise ValueError(f"pipeline.in_flight: {error}{why}") from error
 
     def _check_memory(self) -> None:
         family, optimizer, bits = self.model.family, self.training.optimizer, self.memory.agoq.bits

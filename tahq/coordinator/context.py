@@ -1,6 +1,6 @@
 """The run's options, and one object for a run with its I/O, shared by the parts of the service."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +60,10 @@ class CoordinatorOptions:
     """Chunks of the model on each stage (more than 1 under interleaved schedules)."""
     replicas: int = 1
     """Pipelines side by side."""
+    replicas_wait_s: float | None = None
+    """How long replicas wait for one with a lost worker before they go on without it; None: until it is back."""
+    recorded_replicas: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """A run to repeat: by step, the replicas that computed it, where not all did; none: the step was abandoned."""
     sites: tuple[str, ...] = ()
     """The site of each stage, "" = its own; empty: each has its own."""
     inside: LinkTransport = "zmq"

@@ -212,6 +212,15 @@ class StepRecord:
     """The schedule of this step; empty: unknown."""
     in_flight: Sequence[int] = ()
     """Its depths by stage; empty: the schedule's own."""
+    computing: Sequence[int] = ()
+    """The replicas that shared the batch; empty: unknown."""
+    abandoned: bool = False
+    """Whether it was skipped because a replica lost a worker."""
+
+    @property
+    def skipped_for(self) -> str:
+        """Why it was skipped, if it was."""
+        return "a replica lost a worker" if self.abandoned else "NaN or infinity"
 
     @property
     def tokens_per_s(self) -> float:

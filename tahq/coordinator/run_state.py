@@ -103,10 +103,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A step's decision, and the fingerprint of each stage's results, by stage."""
+    """A step's decision, and the fingerprints of the results that it rests on, by stage."""
 
     commit: Commit
-    fingerprints: tuple[str, ...]
+    fingerprints: Mapping[int, str]
 
 
 @dataclass(slots=True)
@@ -139,8 +139,10 @@ class RunState:
     """The checkpoint that is being copied to other hosts."""
 
     decided: dict[int, Decided] = field(default_factory=dict)
-    last_prepares: tuple[Prepare, ...] = ()
-    """Every stage's PREPARE of the step that was decided last."""
+    last_prepares: Mapping[int, Prepare] = field(default_factory=dict)
+    """By stage, the PREPAREs of the step that was decided last."""
+    abandoned_for: frozenset[int] = frozenset()
+    """The lost stages for whose sake the current step is abandoned; empty: it is not."""
     skipped_in_a_row: int = 0
     step_began_s: float = 0.0
     """When the current step began."""
@@ -208,9 +210,12 @@ class RunState:
 
     def decide(self, commit: Commit, prepares: Sequence[Prepare], after: RestorePoint, now_s: float) -> None:
         """The current step is decided; `after` is the checkpoint after it, if there is to be one."""
-        self.decided[commit.step] = Decided(commit, tuple(map(fingerprint, prepares)))
-        self.last_prepares, self.step_began_s = tuple(prepares), now_s
-        self.skipped_in_a_row = 0 if commit.apply else self.skipped_in_a_row + 1
+        by_stage = {prepare.stage: prepare for prepare in prepares}
+        prints = {stage: fingerprint(each) for stage, each in by_stage.items()}
+        self.decided[commit.step] = Decided(commit, {} if commit.abandoned else prints)
+        self.last_prepares, self.step_began_s, self.abandoned_for = by_stage, now_s, frozenset()
+        if not commit.abandoned:
+            self.skipped_in_a_row = 0 if commit.apply else self.skipped_in_a_row + 1
         if commit.evaluate:
             self.evaluating = commit.step
         if commit.snapshot:
@@ -234,7 +239,7 @@ class RunState:
         self.base = self.newest = point
         self.copying = self.evaluating = None
         self.last_snapshot = point.step
-        self.last_prepares, self.skipped_in_a_row = (), 0
+        self.last_prepares, self.skipped_in_a_row, self.abandoned_for = {}, 0, frozenset()
         self.decided.clear()
         self.owed.clear()
 

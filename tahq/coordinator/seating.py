@@ -224,7 +224,8 @@ class Seating:
         begins = f"begins again after step {point.step}" if point.snapshot else "begins again from the start"
         is_started = not is_replaced and self._start_again(self._seats[stage], is_silent)
         then = f"it is started again, and {begins}" if is_started else f"its next worker {begins}"
-        self._ctx.warn(f"{why}; {then}; the others wait")
+        wait_s = self._ctx.options.replicas_wait_s
+        self._ctx.warn(f"{why}; {then}; the others wait{'' if wait_s is None else f', for {wait_s:g} s'}")
         self._ctx.tell_phase()
 
     def free_silent(self, seat: Seat) -> None:

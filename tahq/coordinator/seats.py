@@ -69,12 +69,14 @@ class RestorePoint:
     codecs: Sequence[Sequence[int]] = ()
     schedule: ScheduleChoice | None = None
     saved_codecs: Mapping[str, Any] = field(default_factory=dict)
+    computing: Sequence[int] = ()
+    """The replicas that share the batch of this step; empty: all."""
 
     @property
     def start(self) -> Start:
         """What a stage that begins here is told."""
         name, depths = self.schedule or ("", ())
-        return Start(self.step, [list(row) for row in self.codecs], name, list(depths))
+        return Start(self.step, [list(row) for row in self.codecs], name, list(depths), list(self.computing))
 
     def file_of(self, stage: int) -> str:
         """The name of a stage's file; empty if there is none."""
@@ -203,14 +205,15 @@ class Seats:
         num_stages: stages are 0 … num_stages − 1.
         origin: where they begin.
         now_s: when the wait for them began.
-        replicas: of the pipeline; the last stage of the first one reports evaluations.
+        replicas: of the pipeline.
     """
 
     def __init__(
         self, num_stages: int, origin: RestorePoint = RestorePoint(0), now_s: float = 0.0, replicas: int = 1
     ) -> None:
-        self.evaluator = num_stages // replicas - 1
-        """The stage that reports evaluations."""
+        self._num_stages = num_stages // replicas
+        self.computing: tuple[int, ...] = tuple(range(replicas))
+        """The replicas that share the batch of the current step."""
         self._seats = [
             Seat(stage=stage, since_s=now_s, position=origin.step, origin=origin, lost_since_s=now_s)
             for stage in range(num_stages)
@@ -242,6 +245,26 @@ class Seats:
         """Stages that have not reached this phase."""
         order = list(SeatPhase)
         return tuple(seat.stage for seat in self._seats if order.index(seat.phase) < order.index(phase))
+
+    @property
+    def told_computing(self) -> tuple[int, ...]:
+        """`computing` as messages and checkpoints have it: empty if all compute."""
+        return self.computing if len(self.computing) * self._num_stages < len(self) else ()
+
+    @property
+    def evaluator(self) -> int:
+        """The stage that reports evaluations: the last one of the first replica that computes."""
+        return (self.computing[0] + 1) * self._num_stages - 1
+
+    def replica(self, seat: Seat) -> int:
+        """The replica that a stage belongs to."""
+        return seat.stage // self._num_stages
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The replicas all of whose stages are where the run is."""
+        late = {self.replica(seat) for seat in self._seats if seat.lost_since_s is not None}
+        return tuple(replica for replica in range(len(self) // self._num_stages) if replica not in late)
 
     def find(self, identity: bytes) -> Seat | None:
         """The seat of the worker with this identity."""

@@ -257,6 +257,7 @@ class Coordinator:
             self._seating.lose(stage, why)
         self._check_silence(polled_s)
         self._seating.check_spares(polled_s)
+        self._training.go_on_without_lost()
         recovery.check_deadlines(ctx.options, run, seats, polled_s, self.address)
 
     def _check_silence(self, polled_s: float) -> None:

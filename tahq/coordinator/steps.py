@@ -41,9 +41,14 @@ def global_norm(squared_norms: Iterable[float]) -> float:
         return math.inf
 
 
-def norm_of(prepares: Sequence[Prepare], replicas: int = 1) -> float:
+def norm_of(prepares: Sequence[Prepare], num_stages: int) -> float:
     """The global gradient norm of a step; replicas have the same."""
-    return global_norm(square for prepare in prepares[: len(prepares) // replicas] for square in prepare.norm2)
+    return global_norm(square for prepare in one_replica(prepares, num_stages).values() for square in prepare.norm2)
+
+
+def one_replica(prepares: Sequence[Prepare], num_stages: int) -> dict[int, Prepare]:
+    """For each stage of a pipeline of so many, the PREPARE of one of the workers that run it."""
+    return {prepare.stage % num_stages: prepare for prepare in reversed(prepares)}
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
@@ -60,8 +65,10 @@ def is_repeated(prepare: Prepare, before: Prepare | None) -> bool:
     return before is not None and before.step == prepare.step and repr(before) == repr(prepare)
 
 
-def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str, *, is_last: bool) -> None:
+def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str, *, has_loss: bool) -> None:
     """Check a stage's PREPARE that is not a repetition; `before` is its PREPARE of this step, if there is one.
+
+    `has_loss`: it is the last stage, of a replica that computes.
 
     Raises:
         RemoteProtocolError: a wrong step, a second and different PREPARE, impossible numbers, a missing loss.
@@ -72,7 +79,7 @@ def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str
         raise RemoteProtocolError(f"{name} prepared step {step} twice, with different numbers")
     if any(square < 0 for square in prepare.norm2):
         raise RemoteProtocolError(f"{name} prepared step {step} with a negative squared norm")
-    if is_last and (prepare.loss_sum is None or prepare.tokens is None):
+    if has_loss and not prepare.abandoned and (prepare.loss_sum is None or prepare.tokens is None):
         raise RemoteProtocolError(f"{name}, the last stage, prepared step {step} without a loss")
 
 
@@ -82,7 +89,8 @@ def decide(
     names: Sequence[str],
     *,
     num_steps: int,
-    replicas: int = 1,
+    num_stages: int | None = None,
+    abandoned: bool = False,
     snapshot_every: int | None = None,
     skipped_in_a_row: int = 0,
     stop: bool = False,
@@ -91,10 +99,11 @@ def decide(
 
     Args:
         training: clipping, evaluations, and what to do about NaN.
-        prepares: every stage's, by stage.
+        prepares: every stage's, by stage; some replicas may lack some.
         names: of the stages, for messages.
         num_steps: length of the run.
-        replicas: of the pipeline, whose stages come one replica after the other.
+        num_stages: of one replica; None: of the only one.
+        abandoned: this step is given up.
         snapshot_every: steps between checkpoints.
         skipped_in_a_row: steps before this one that were skipped.
         stop: this step is to be the last.
@@ -103,12 +112,14 @@ def decide(
         DataError: the stages that read data read different batches, or replicas have different sums or weights.
         NonFiniteError: NaN or infinity, and the configuration says to halt.
     """
-    done = prepares[0].step + 1
-    _compare_batches(prepares, names)
-    _compare_replicas(prepares, names, len(prepares) // replicas)
-    norm, culprits = norm_of(prepares, replicas), [p.stage for p in prepares if not _is_finite(p)]
-    apply = not culprits and math.isfinite(norm)
-    if not apply:
+    done, num_stages = prepares[0].step + 1, num_stages or len(prepares)
+    abandoned |= any(prepare.abandoned for prepare in prepares)
+    if not abandoned:
+        _compare_batches(prepares, names)
+        _compare_replicas(prepares, names, num_stages)
+    norm, culprits = norm_of(prepares, num_stages), [p.stage for p in prepares if not _is_finite(p)]
+    apply = not abandoned and not culprits and math.isfinite(norm)
+    if not (apply or abandoned):
         _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
     last = done >= num_steps
     return Commit(
@@ -118,6 +129,7 @@ def decide(
         evaluate=training.eval_every is not None and (last or done % training.eval_every == 0),
         snapshot=last or stop or (snapshot_every is not None and done % snapshot_every == 0),
         stop=last or stop,
+        abandoned=abandoned,
     )
 
 
@@ -133,8 +145,9 @@ def _compare_batches(prepares: Sequence[Prepare], names: Sequence[str]) -> None:
 
 
 def _compare_replicas(prepares: Sequence[Prepare], names: Sequence[str], num_stages: int) -> None:
-    for prepare in prepares[num_stages:]:
-        first = prepares[prepare.stage % num_stages]
+    firsts = one_replica(prepares, num_stages)
+    for prepare in prepares:
+        first = firsts[prepare.stage % num_stages]
         for what, mine, other in (
             ("weights", prepare.weights_digest, first.weights_digest),
             ("summed gradients", repr(prepare.norm2), repr(first.norm2)),
@@ -179,36 +192,49 @@ def step_record(
     step_time_s: float,
     grid: Grid,
     lr: float = 0.0,
+    computing: Sequence[int] = (),
 ) -> StepRecord:
     """The record of a step that was just decided.
 
     Args:
         commit: the decision.
-        prepares: every stage's, by stage; those of last stages have the loss.
+        prepares: every stage's, by stage; those of last stages have the loss. Some replicas may lack some.
         step_time_s: seconds from the commit before to this one.
         grid: the stages and their links.
         lr: the step's learning rate.
+        computing: the replicas that shared the batch; empty: all.
 
     Raises:
         RemoteProtocolError: a row about a link that its stage does not have.
     """
     sums = [each.loss_sum for each in prepares if grid.is_last(each.stage) and each.loss_sum is not None]
-    tokens, ends = prepares[-1].tokens, grid.links()
+    tokens = next((each.tokens for each in prepares if grid.is_last(each.stage) and each.tokens), None)
+    ends, present = grid.links(), {each.stage: each for each in prepares}
+    has_loss = len(sums) == (len(computing) or grid.replicas) and not commit.abandoned
     return StepRecord(
         step=commit.step + 1,
-        loss=_sum(sums) / tokens if len(sums) == grid.replicas and tokens else math.nan,
+        loss=_sum(sums) / tokens if has_loss and tokens else math.nan,
         tokens=tokens or 0,
         step_time_s=step_time_s,
-        grad_norm=norm_of(prepares, grid.replicas),
+        grad_norm=math.nan if commit.abandoned else norm_of(prepares, grid.num_stages),
         clip_factor=commit.clip_factor,
         skipped=not commit.apply,
         evaluating=commit.evaluate,
-        stages=tuple(
-            StageRecord(p.stage, dict(p.timing), p.codec_state_bytes, stage_split(p.timing, p.active_s, step_time_s))
-            for p in prepares
-        ),
+        stages=tuple(_stage_record(number, present.get(number), step_time_s) for number in range(grid.num_workers)),
         links=tuple(link for p in prepares for link in _link_records(p, ends, step_time_s)),
         lr=lr,
+        computing=tuple(computing) or tuple(range(grid.replicas)),
+        abandoned=commit.abandoned,
+    )
+
+
+def _stage_record(stage: int, prepare: Prepare | None, step_time_s: float) -> StageRecord:
+    """`prepare` None: its worker is lost."""
+    if prepare is None:
+        return StageRecord(stage, {})
+    timing = prepare.timing
+    return StageRecord(
+        stage, dict(timing), prepare.codec_state_bytes, stage_split(timing, prepare.active_s, step_time_s)
     )
 
 

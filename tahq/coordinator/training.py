@@ -15,7 +15,17 @@ from functools import partial
 from typing import Any
 
 from tahq import fault_points
-from tahq.comm.control.messages import Admit, Commit, Copied, Evaluated, Prepare, Published, Snapshotted, Traced
+from tahq.comm.control.messages import (
+    Abandon,
+    Admit,
+    Commit,
+    Copied,
+    Evaluated,
+    Prepare,
+    Published,
+    Snapshotted,
+    Traced,
+)
 from tahq.coordinator import copies, recovery
 from tahq.coordinator.context import CoordinatorOptions, RunContext
 from tahq.coordinator.journal import gone
@@ -23,7 +33,7 @@ from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
 from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage
-from tahq.coordinator.seats import RestorePoint, Seat
+from tahq.coordinator.seats import RestorePoint, Seat, stage_list
 from tahq.coordinator.steps import TraceCollector, check_prepare, decide, is_repeated, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
@@ -32,6 +42,9 @@ from tahq.pipeline.checkpoint.manifest import StageFile, snapshot_name
 from tahq.pipeline.update import learning_rate
 
 log = logging.getLogger(__name__)
+
+COMPUTING = "computing"
+"""The key of `Seats.computing` in a checkpoint's state of codecs and schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,7 @@ class Training:
             if step.commit.schedule:
                 self._schedule.present = ScheduleChoice(step.commit.schedule, tuple(step.commit.depths))
                 change = str(self._schedule.present)
+            self._use_replicas(step.commit)
             changes, _ = self._codecs.decide(record)
             run.decide(step.commit, step.prepares, self._point_after(step.commit), ctx.clock())
             ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=change))
@@ -116,7 +130,7 @@ class Training:
         """Begin with the state of the links' codecs that the checkpoint keeps."""
         options, run = self._ctx.options, self._run
         num_links = options.grid.first_sum_link - options.tie_link * options.replicas
-        saved = {key: value for key, value in point.saved_codecs.items() if key != SAVED}
+        saved = {key: value for key, value in point.saved_codecs.items() if key not in (SAVED, COMPUTING)}
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
         self._memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
         self._schedule = ScheduleChanges(
@@ -124,7 +138,14 @@ class Training:
             are_depths_set=options.are_depths_set,
         )
         self._traces = TraceCollector([seat.name for seat in self._seats])
-        run.newest = run.base = replace(point, codecs=self._codecs.start_rows(), schedule=self._schedule.told)
+        computing = [each for each in point.saved_codecs.get(COMPUTING, ()) if each in range(options.replicas)]
+        self._seats.computing = tuple(computing or range(options.replicas))
+        run.newest = run.base = replace(
+            *(point,),
+            codecs=self._codecs.start_rows(),
+            schedule=self._schedule.told,
+            computing=self._seats.told_computing,
+        )
         for seat in self._seats:
             seat.origin = run.base
         run.step_began_s = self._ctx.clock()
@@ -150,16 +171,46 @@ class Training:
         if prepare.step < run.step and prepare.step == seat.position:
             self._prepare_again(seat, prepare)
             return True
-        last = run.last_prepares[seat.stage] if run.last_prepares else None
+        last = run.last_prepares.get(seat.stage)
         if is_repeated(prepare, seat.prepared) or (seat.prepared is None and is_repeated(prepare, last)):
             return False
-        is_last = self._ctx.options.grid.is_last(seat.stage)
-        check_prepare(prepare, run.step, seat.prepared, seat.name, is_last=is_last)
+        seats, is_last = self._seats, self._ctx.options.grid.is_last(seat.stage)
+        has_loss = is_last and seats.replica(seat) in seats.computing
+        check_prepare(prepare, run.step, seat.prepared, seat.name, has_loss=has_loss)
         seat.prepared, seat.position = prepare, max(seat.position, prepare.step + 1)
-        prepares = [each.prepared for each in self._seats if each.prepared is not None]
-        if len(prepares) == len(self._seats):
-            self._commit(prepares)
+        self._commit_if_prepared()
         return False
+
+    def go_on_without_lost(self) -> None:
+        """Abandon the current step if a worker was lost long ago, and there is a replica that can go on."""
+        ctx, run, seats, wait_s = self._ctx, self._run, self._seats, self._ctx.options.replicas_wait_s
+        if wait_s is None or run.phase is not RunPhase.TRAINING or run.evaluating is not None:
+            return
+        lost = {seat.stage: seat.lost_since_s for seat in seats if seat.lost_since_s is not None}
+        missed = [stage for stage in lost if seats.replica(seats[stage]) in seats.computing]
+        can_go_on = not set(seats.computing).isdisjoint(seats.whole)
+        is_late = any(lost[stage] <= ctx.clock() - wait_s for stage in missed)
+        if lost.keys() <= run.abandoned_for or not (run.abandoned_for or (is_late and can_go_on)):
+            return
+        if not run.abandoned_for:
+            whose = f"{stage_list(missed)} lost for {wait_s:g} s"
+            ctx.warn(f"{whose}: step {run.step + 1} is skipped, and replicas without lost workers go on")
+        run.abandoned_for = frozenset(lost)
+        for seat in seats:
+            links = [ends.link for ends, other in recovery.links_of(ctx.options, seat.stage) if other in lost]
+            ctx.send(seat, Abandon(run.step, links))
+        self._commit_if_prepared()
+
+    def _commit_if_prepared(self) -> None:
+        """Decide the step if all that must have prepared it: not lost stages that it goes on without."""
+        seats, is_abandoned = self._seats, bool(self._run.abandoned_for)
+        awaited = [
+            seat
+            for seat in seats
+            if seat.lost_since_s is None or (seats.replica(seat) in seats.computing and not is_abandoned)
+        ]
+        if awaited and all(seat.prepared is not None for seat in awaited):
+            self._commit([seat.prepared for seat in seats if seat.prepared is not None])
 
     def _commit(self, prepares: list[Prepare]) -> None:
         ctx, run, options = self._ctx, self._run, self._ctx.options
@@ -170,8 +221,9 @@ class Training:
             prepares,
             names,
             num_steps=run.num_steps,
+            num_stages=options.grid.num_stages,
+            abandoned=bool(run.abandoned_for) or options.recorded_replicas.get(run.step) == (),
             snapshot_every=options.snapshot_every,
-            replicas=options.replicas,
             skipped_in_a_row=run.skipped_in_a_row,
             stop=run.stop_signal is not None,
         )
@@ -182,31 +234,49 @@ class Training:
         if schedule_change:
             name, depths = self._schedule.present
             commit = replace(commit, schedule=name, depths=list(depths))
+        commit = replace(commit, computing=self._next_replicas())
         reached(fault_points.COMMIT_DECIDED, step=commit.step)
         ctx.journal.decided(commit, prepares, record.step_time_s)
         reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
         for seat in self._seats:
-            ctx.send(seat, commit)
+            if seat.prepared is not None:  # a stage that is behind asks later
+                ctx.send(seat, commit)
             seat.prepared = None
             reached(fault_points.COMMIT_SENT, step=commit.step)
         self._traces.committed(commit.step, began_s, now_s)
+        self._use_replicas(commit)
         run.decide(commit, prepares, self._point_after(commit), now_s)
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
 
+    def _next_replicas(self) -> list[int]:
+        """The replicas that compute the next step, if that changes; else none."""
+        ctx, seats = self._ctx, self._seats
+        following = seats.whole or seats.computing
+        if ctx.options.recorded_replicas:
+            following = tuple(ctx.options.recorded_replicas.get(self._run.step + 1) or range(ctx.options.replicas))
+        return list(following) if following != seats.computing else []
+
+    def _use_replicas(self, commit: Commit) -> None:
+        if commit.computing:
+            self._seats.computing = tuple(commit.computing)
+
     def _point_after(self, commit: Commit) -> RestorePoint:
+        computing = self._seats.told_computing
+        saved = self._codecs.saved() | self._schedule.saved() | ({COMPUTING: list(computing)} if computing else {})
         return RestorePoint(
             commit.step + 1,
             codecs=self._codecs.start_rows(),
             schedule=self._schedule.told,
-            saved_codecs=self._codecs.saved() | self._schedule.saved(),
+            saved_codecs=saved,
+            computing=computing,
         )
 
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options
         lr = learning_rate(options.training, commit.step, self._run.num_steps)
-        record = step_record(commit, prepares, step_time_s, options.grid, lr)
+        record = step_record(commit, prepares, step_time_s, options.grid, lr, self._seats.computing)
         pairs = zip(record.stages, self._memory, strict=True)
         stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
         schedule, depths = self._schedule.present
@@ -217,7 +287,7 @@ class Training:
         run, decided = self._run, self._run.decided.get(prepare.step)
         if decided is None:
             raise RemoteProtocolError(f"{seat.name} computed step {prepare.step} again, whose decision is not kept")
-        if decided.fingerprints[seat.stage] != fingerprint(prepare) and not seat.is_inexact:
+        if decided.fingerprints.get(seat.stage, mine := fingerprint(prepare)) != mine and not seat.is_inexact:
             seat.is_inexact = True
             self._ctx.warn(
                 f"{seat.name} recomputed step {prepare.step + 1} with a different result: the run goes on, and "

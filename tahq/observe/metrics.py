@@ -113,6 +113,8 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "schedule_change": record.schedule_change,
         "schedule": record.schedule,
         "in_flight": list(record.in_flight),
+        "computing": list(record.computing),
+        "abandoned": record.abandoned,
     }
     return {name: _strict(value) for name, value in values.items()}
 

@@ -3,7 +3,7 @@
 Keeps totals, one number per step and the last few records, never the records of all steps.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from statistics import fmean, median
 from typing import get_args
@@ -43,7 +43,8 @@ class RunHistory(RunObserver):
         self.last: StepRecord | None = None
         self.losses: dict[int, float] = {}
         """By step; those that are computed again replace the first ones."""
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, str] = {}
+        """Why, by step."""
         self.step_times_s: list[float] = []
         self.tokens_per_s: list[float] = []
         self.links: dict[tuple[int, int, int], LinkRecord] = {}
@@ -78,7 +79,7 @@ class RunHistory(RunObserver):
         self.step_times_s.append(record.step_time_s)
         self.tokens_per_s.append(record.tokens_per_s)
         if record.skipped:
-            self.skipped.add(record.step)
+            self.skipped[record.step] = record.skipped_for
         for link in record.links:
             key = (link.link, link.sender, link.receiver)
             self.links[key] = _sum(self.links[key], link) if key in self.links else link
@@ -86,7 +87,7 @@ class RunHistory(RunObserver):
     def turned_back(self, step: int) -> None:
         """Forget the losses of later steps; their time and bytes still count."""
         self.losses = {each: loss for each, loss in self.losses.items() if each <= step}
-        self.skipped = {each for each in self.skipped if each <= step}
+        self.skipped = {each: why for each, why in self.skipped.items() if each <= step}
 
     def validated(self, record: ValidationRecord) -> None:
         """Keep the newest validation loss."""
@@ -137,7 +138,9 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
         "its limit": history.limit_and_advice(),
         "validation": validation_text(history.validation) if history.validation else "",
         **_wire(history),
-        "skipped": f"{len(history.skipped)} of these steps, for NaN or infinity" if history.skipped else "",
+        "skipped": ", ".join(
+            f"{count} of these steps: {why}" for why, count in Counter(history.skipped.values()).items()
+        ),
         "written to": f"{history.header.run_folder}{newest}",
         "resume": f"{resume_command}{more}" if resume_command and checkpoint is not None else "",
         "export": export_command if checkpoint is not None else "",

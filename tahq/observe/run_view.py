@@ -265,7 +265,7 @@ def step_line(record: StepRecord, history: RunHistory) -> str:
         f"{figures.duration(record.step_time_s)} per step",
         f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
         diagnosis.brief if diagnosis is not None else "",
-        "skipped: NaN or infinity" if record.skipped else "",
+        f"skipped: {record.skipped_for}" if record.skipped else "",
         f"{figures.duration(remaining_s)} left" if remaining_s else "",
     ]
     return "  ".join(filter(None, parts))

@@ -8,12 +8,12 @@ against them.
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.frame import VOID, Direction, Frame, LogicalId, Purpose, void_frame
 from tahq.comm.transport import Transport
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.pipeline.spans import Stopwatch
@@ -30,6 +30,10 @@ CARRIED = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
 """The tensors that cross a cut in each direction."""
 
 log = logging.getLogger(__name__)
+
+
+class StepAbandonedError(Exception):
+    """A tensor will not come: its sender has abandoned the step, or is lost, and the run goes on without the step."""
 
 
 class CodecTable:
@@ -196,6 +200,11 @@ class Boundary:
                 self._errors.append(ErrorSample(self.transport.link, id.direction, error))
         return finite
 
+    def send_void(self, id: LogicalId) -> None:
+        """Send what raises `StepAbandonedError` at the receiver, in the place of a tensor."""
+        frame = void_frame(id)
+        self.transport.send(replace(frame, payload=frame.payload.to(self.transport.payload_device)))
+
     def encoded(
         self, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None = None
     ) -> tuple[Frame, bool]:
@@ -228,6 +237,7 @@ class Boundary:
             PeerLostError: the link is lost.
             RemoteProtocolError: its codec, shape or dtype differs from the plan.
             CodecError: its payload is not a valid stream.
+            StepAbandonedError: there is none.
         """
         with self._stopwatch.measure(waiting or self.waiting, id):
             frame = self.await_frame(id)
@@ -243,6 +253,8 @@ class Boundary:
     def decode(self, frame: Frame, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
         """The tensor of a frame; arguments and errors as of `receive`."""
         got, expected = (frame.codec, frame.shape, frame.dtype), self._posted.pop(frame.id)
+        if frame.codec == VOID:
+            raise StepAbandonedError
         if got != expected:
             raise RemoteProtocolError(
                 f"cut {frame.id.cut}: step {frame.id.step}, micro-batch {frame.id.micro_batch} arrived with (codec, "

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tahq.comm.link.frame import LogicalId
-from tahq.pipeline.boundary import Boundary
+from tahq.pipeline.boundary import Boundary, StepAbandonedError
 from tahq.pipeline.spans import Stopwatch
 
 LOOKAHEAD = 2
@@ -37,8 +37,9 @@ class Receive:
     waiting: str
 
 
-_Decoded = tuple[torch.Tensor, torch.cuda.Event | None, Receive, float]
-"""A decoded tensor, its place in the decoder's stream, and when its frame had arrived (`time.monotonic`)."""
+_Decoded = tuple[torch.Tensor | None, torch.cuda.Event | None, Receive, float]
+"""A decoded tensor (None: its sender has abandoned the step), its place in the decoder's stream, and when its frame had
+arrived (`time.monotonic`)."""
 
 
 class InlineLanes:
@@ -53,14 +54,22 @@ class InlineLanes:
         self._receives = list(receives)[::-1]
         self._is_finite = True
 
-    def take(self) -> torch.Tensor:
-        """The next tensor; raises the errors of receiving it, and of sending earlier ones."""
+    def take(self) -> torch.Tensor | None:
+        """The next tensor, or None if its sender has abandoned the step; raises the errors of receiving and sending."""
         receive = self._receives.pop()
-        return receive.boundary.receive(receive.id, receive.sample_ids, receive.waiting)
+        try:
+            return receive.boundary.receive(receive.id, receive.sample_ids, receive.waiting)
+        except StepAbandonedError:
+            return None
 
-    def send(self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None) -> None:
-        """Encode and send a tensor, which must not change afterwards."""
-        self._is_finite &= boundary.send(id, tensor, sample_ids)
+    def send(
+        self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor | None, sample_ids: Sequence[int] | None
+    ) -> None:
+        """Encode and send a tensor, which must not change afterwards; None: tell that this step is abandoned."""
+        if tensor is None:
+            boundary.send_void(id)
+        else:
+            self._is_finite &= boundary.send(id, tensor, sample_ids)
 
     def drop(self, what: object) -> None:
         """Free an object that the caller does not keep and that takes long to free."""
@@ -92,8 +101,8 @@ class ThreadedLanes:
         """Start a step; the decoder begins with its first tensors."""
         self._steps.put(receives)
 
-    def take(self) -> torch.Tensor:
-        """The next tensor, as soon as it is decoded."""
+    def take(self) -> torch.Tensor | None:
+        """The next tensor, as soon as it is decoded; see `InlineLanes.take`."""
         begin_s = time.monotonic()
         decoded = self._ready.get()
         if isinstance(decoded, BaseException):
@@ -107,8 +116,10 @@ class ThreadedLanes:
         self._stopwatch.add("wait:codec", arrived_s, end_s, receive.id)
         return tensor
 
-    def send(self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None) -> None:
-        """Hand a tensor to the encoder; it must not change afterwards."""
+    def send(
+        self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor | None, sample_ids: Sequence[int] | None
+    ) -> None:
+        """Hand a tensor to the encoder; see `InlineLanes.send`."""
         self._jobs.put(partial(self._send, boundary, id, tensor, sample_ids, self._encoding.mark()))
 
     def drop(self, what: object) -> None:
@@ -134,13 +145,16 @@ class ThreadedLanes:
         self,
         boundary: Boundary,
         id: LogicalId,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | None,
         sample_ids: Sequence[int] | None,
         mark: torch.cuda.Event | None,
     ) -> None:
         if self._error is not None:
             return
         try:
+            if tensor is None:
+                boundary.send_void(id)
+                return
             with self._encoding():
                 self._encoding.wait_for(mark, tensor)
                 self._is_finite &= boundary.send(id, tensor, sample_ids)
@@ -160,9 +174,10 @@ class ThreadedLanes:
     def _decode(self, receive: Receive) -> _Decoded:
         frame = receive.boundary.await_frame(receive.id)
         arrived_s = time.monotonic()
-        with self._decoding():
+        with self._decoding(), suppress(StepAbandonedError):
             tensor = receive.boundary.decode(frame, receive.sample_ids)
             return tensor, self._decoding.mark(), receive, arrived_s
+        return None, None, receive, arrived_s
 
 
 CodecLanes = InlineLanes | ThreadedLanes
@@ -187,9 +202,9 @@ class _Stream:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait_for(self, mark: torch.cuda.Event | None, tensor: torch.Tensor) -> None:
+    def wait_for(self, mark: torch.cuda.Event | None, tensor: torch.Tensor | None) -> None:
         """Make the calling thread's stream wait for a point in another, and keep `tensor` alive for it."""
-        if mark is not None:
+        if mark is not None and tensor is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(mark)
             tensor.record_stream(stream)

@@ -10,7 +10,7 @@ from tahq.errors import ScheduleError
 from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
-from tahq.units import Section
+from tahq.units import Duration, Section
 
 Depth = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -173,6 +173,11 @@ class PipelineConfig(Section):
     replicas: int = Field(default=1, ge=1, le=64)
     """Pipelines side by side, each with its part of the batch; they sum their gradients before every update. Their
     stages are numbered through: stage s of replica r has the number r · `stages` + s."""
+    replicas_wait: Duration | None = None
+    """How long the other replicas wait for a lost worker; then they skip the step and share the batch of its replica
+    until it is back. None: they wait, and nothing is skipped."""
+    replay: str | None = Field(default=None, min_length=1)
+    """metrics.jsonl of another run, whose steps the same replicas compute, or skip, again."""
     chunks: int = Field(default=1, ge=1, le=16)
     """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
     layers: list[Annotated[int, Field(ge=1)]] | None = None

@@ -6,6 +6,7 @@ Invariants:
 - gradients of micro-batches accumulate in ascending order (the schedule guarantees it);
 - from the loss to the last backward, gradients carry the factor `StepShape.gradient_scale`, on the wire too;
 - the engine never changes weights: a step ends with gradients, and `update.py` applies the commit;
+- a step that is abandoned still sends and takes every frame, void ones, so that no frame of it is left on a link;
 - a backward, or the input-gradient half of a split one, frees the activations; its graph is freed beside the next.
 
 Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabulary.
@@ -64,9 +65,7 @@ class StepShape:
     micro_batch: int
     seq_len: int
     hidden_size: int
-    replica: int = 0
-    first_micro_batch: int = 0
-    """The first of those that this replica computes, which numbers its own from 0."""
+    replicas: int = 1
 
     @property
     def boundary(self) -> tuple[int, int, int]:
@@ -87,6 +86,8 @@ class StepResult:
     loss_sum: float | None = None
     tokens: int | None = None
     batch_digest: str = ""
+    is_abandoned: bool = False
+    """Whether there is no outcome: the step was given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ class _Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     spent: torch.Tensor | None = None
     """The output whose backward ran last."""
+    is_abandoned: bool = False
+    """Whether nothing is computed any more: void frames come and go in the place of tensors."""
 
 
 @dataclass(kw_only=True)
@@ -149,14 +152,19 @@ class StageEngine:
     on_action: Callable[[int, Action], None] | None = None
     on_step: Callable[[int], None] | None = None
     lanes: CodecLanes = field(default_factory=InlineLanes)
+    first_micro_batch: int = 0
+    """The first of the step's micro-batches that this replica computes; it numbers its own from 0."""
+    abandoned_step: int = -1
+    """A step that is given up; any thread may set it."""
 
     def __post_init__(self) -> None:
         self._step = _Step(0)
-        self.follow(self.actions)
+        self.follow(self.actions, self.first_micro_batch)
 
-    def follow(self, actions: Sequence[Action]) -> None:
+    def follow(self, actions: Sequence[Action], first_micro_batch: int) -> None:
         """Compute the following steps by this row of a schedule."""
-        self.actions = actions
+        self.actions, self.first_micro_batch = actions, first_micro_batch
+        self.num_micro_batches = 1 + max((action.micro_batch for action in actions), default=-1)
         self._last = {action.chunk: action for action in self.actions}
         if self.sums is not None:
             self.sums.forget()
@@ -191,23 +199,25 @@ class StageEngine:
             for action in self.actions:
                 if self.on_action is not None:
                     self.on_action(number, action)
+                step.is_abandoned |= number == self.abandoned_step
                 sums = self.sums if action is self._last[action.chunk] else None
                 if sums is not None:
                     sums.open(number, action.chunk, self.lanes.send)
                 if action.kind is ActionKind.F:
                     self._forward(step, action)
                 elif action.kind is ActionKind.W:
-                    with self.stopwatch.measure("weight_gradient", action):
-                        step.deferred.pop((action.chunk, action.micro_batch)).run()
+                    self._weight_gradients(step, action)
                 else:
                     self._backward(step, action)
                 if sums is not None:
-                    sums.close()
+                    sums.close(is_void=step.is_abandoned)
         step.spent = None
         finite = self.lanes.finish()
-        if self.sums is not None:
-            self.sums.finish(number)
+        if self.sums is not None and not self.sums.finish(number, is_void=step.is_abandoned):
+            step.is_abandoned = True
         self._scale_gradients(1 / self.shape.gradient_scale)
+        if step.is_abandoned:
+            return StepResult(is_abandoned=True)
         if self.tied is not None:
             self.tied.exchange(number)
         result = StepResult(finite, batch_digest=batch.digest if batch is not None else "")
@@ -223,33 +233,48 @@ class StageEngine:
 
     def _forward(self, step: _Step, action: Action) -> None:
         chunk, key = self.chunks[action.chunk], (action.chunk, action.micro_batch)
+        number = self.first_micro_batch + action.micro_batch
         if chunk.incoming is None:
-            tokens, _ = _given(step.batch).micro_batch(self.shape.first_micro_batch + action.micro_batch)
+            tokens, _ = _given(step.batch).micro_batch(number)
             x = tokens.to(self.device, non_blocking=True)
         else:
-            x = self.lanes.take().requires_grad_()
+            x = self._take(step).requires_grad_()
+        if step.is_abandoned:
+            self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
+            return
         chunk.module.deferred = step.deferred.setdefault(key, DeferredGradients()) if key in self._split else None
-        self.random.at(step.number, self.shape.replica, action.micro_batch, int(Purpose.TRAIN))
+        place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
+        self.random.at(step.number, *place, int(Purpose.TRAIN))
         with self.stopwatch.measure("forward", action):
             y = chunk.compute(x, bf16=self.bf16)
             if chunk.outgoing is None:
-                y = self._loss(step, y, action.micro_batch)
+                y = self._loss(step, y, number)
         step.in_flight[key] = (x, y)
-        if chunk.outgoing is not None:
-            self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach())
+        self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach())
 
-    def _loss(self, step: _Step, logits: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """The micro-batch's part of the step's mean loss, times the gradient scale."""
+    def _take(self, step: _Step) -> torch.Tensor:
+        """What comes next; empty, and the step is abandoned, if it does not come."""
+        x = self.lanes.take()
+        if x is None:
+            step.is_abandoned = True
+            return torch.empty(0)
+        return x
+
+    def _loss(self, step: _Step, logits: torch.Tensor, number: int) -> torch.Tensor:
+        """The part of the step's mean loss of its micro-batch `number`, times the gradient scale."""
         batch = _given(step.batch)
-        _, labels = batch.micro_batch(self.shape.first_micro_batch + micro_batch)
+        _, labels = batch.micro_batch(number)
         loss = summed_cross_entropy(logits, labels.to(self.device, non_blocking=True))
         step.losses.append(loss.detach())
         return loss / (max(batch.num_tokens, 1) / self.shape.gradient_scale)
 
     def _backward(self, step: _Step, action: Action) -> None:
         chunk = self.chunks[action.chunk]
+        gradient = self._take(step) if chunk.outgoing is not None else None
+        if step.is_abandoned:
+            self._send(step, chunk.incoming, Direction.BACKWARD, action.micro_batch, None)
+            return
         x, y = step.in_flight.pop((action.chunk, action.micro_batch))
-        gradient = self.lanes.take() if chunk.outgoing is not None else None
         if step.spent is not None:  # its graph is freed in another thread while this backward runs without the GIL
             self.lanes.drop(step.spent)
             step.spent = None
@@ -261,9 +286,22 @@ class StageEngine:
             self._send(step, chunk.incoming, Direction.BACKWARD, action.micro_batch, x.grad)
         step.spent = y
 
+    def _weight_gradients(self, step: _Step, action: Action) -> None:
+        if not step.is_abandoned:
+            with self.stopwatch.measure("weight_gradient", action):
+                step.deferred.pop((action.chunk, action.micro_batch)).run()
+
     def _send(
-        self, step: _Step, boundary: Boundary, direction: Direction, micro_batch: int, tensor: torch.Tensor
+        self,
+        step: _Step,
+        boundary: Boundary | None,
+        direction: Direction,
+        micro_batch: int,
+        tensor: torch.Tensor | None,
     ) -> None:
+        """Send a tensor over a cut, or (None) that there is none; nothing at the ends of the model."""
+        if boundary is None:
+            return
         id = boundary.name(step.number, Purpose.TRAIN, micro_batch, direction)
         self.lanes.send(boundary, id, tensor, step.sample_ids[micro_batch] if step.sample_ids is not None else None)
 

@@ -7,6 +7,8 @@ many numbers, a multiple of 128 except in the last one. Replica j owns shard j:
     sum          j adds the R shards in fp32, in the order of replicas; its own is not encoded
     all-gather   j encodes the sum and sends it to all; all of them, j too, go on with what it decodes to
 
+While a replica does not compute, there are as many shards as replicas that do; it only takes the sums.
+
 Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
 overflows. All receives are posted before the step. A bucket is sent as soon as its gradients are complete, within the
 last backward of its chunk of the model: how often that backward adds to each gradient is known from the step before.
@@ -31,7 +33,7 @@ from tahq.memory.small_floats.block_codes import (
     stored_nbytes,
 )
 from tahq.models.deferred_gradients import after_gradient
-from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, StepAbandonedError
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 from tahq.quant.config import FP8, WireConfig
@@ -99,7 +101,7 @@ class _Piece:
 
 
 Bucket = tuple[_Piece, ...]
-Send = Callable[[Boundary, LogicalId, torch.Tensor, None], None]
+Send = Callable[[Boundary, LogicalId, torch.Tensor | None, None], None]
 """`CodecLanes.send`: encodes and sends a tensor, which does not change until `finish`."""
 
 
@@ -140,7 +142,7 @@ class GradientSum:
         self._buckets = [bucket for buckets in by_chunk.values() for bucket in buckets]
         numbers = iter(range(len(self._buckets)))
         self._of_chunk = {chunk: [next(numbers) for _ in buckets] for chunk, buckets in by_chunk.items()}
-        self._sizes = [self._shard_sizes(_numel(bucket)) for bucket in self._buckets]
+        self.use(range(self._num_replicas))
         self._of_holder: dict[int, list[int]] = {}
         for number, bucket in enumerate(self._buckets):
             for holder in _holders(bucket):
@@ -153,6 +155,11 @@ class GradientSum:
         self._left: dict[int, int] = {}
         """How many of these additions each bucket waits for."""
 
+    def use(self, computing: Sequence[int]) -> None:
+        """Sum over these replicas from the next step on."""
+        self._computing = tuple(computing)
+        self._sizes = [self._shard_sizes(_numel(bucket)) for bucket in self._buckets]
+
     def prepare(self, device: torch.device) -> None:
         """Compile or load the kernels of its codecs; CodecError: as of `Codec.prepare`."""
         by_spec = {str(each.spec): each for boundary in self._boundaries.values() for each in boundary.codecs.codecs}
@@ -163,7 +170,7 @@ class GradientSum:
         """Post all receives of a step."""
         for number, sizes in enumerate(self._sizes):
             for other, boundary in self._boundaries.items():
-                if sizes[self._replica]:
+                if sizes[self._replica] and other in self._computing:
                     boundary.post(self._name(step, number, other, self._replica, _SCATTER), (sizes[self._replica],))
                 if sizes[other]:
                     boundary.post(self._name(step, number, other, other, _GATHER), (sizes[other],))
@@ -179,12 +186,14 @@ class GradientSum:
             if not self._left[number]:
                 self._send(number)
 
-    def close(self) -> None:
-        """Send what is left of the chunk."""
+    def close(self, *, is_void: bool = False) -> None:
+        """Send what is left of the chunk; with `is_void`, in an abandoned step, nothing but that."""
         assert self._open is not None
         for number in sorted(self._open.unsent):
-            self._send(number)
+            self._send(number, is_void=is_void)
         self._expected[self._open.chunk] = self._open.added
+        if is_void:
+            self.forget()
         self._open = None
 
     def forget(self) -> None:
@@ -203,51 +212,71 @@ class GradientSum:
             if not self._left[number]:
                 self._send(number)
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, *, is_void: bool = False) -> None:
         assert self._open is not None
         self._open.unsent.remove(number)
-        shards = torch.split(self._flat(number), self._sizes[number])
+        shards = () if is_void else torch.split(self._flat(number), self._sizes[number])
         for other, boundary in self._boundaries.items():
-            if shards[other].numel():
+            if self._sizes[number][other]:
                 name = self._name(self._open.step, number, self._replica, other, _SCATTER)
-                self._open.send(boundary, name, shards[other], None)
+                self._open.send(boundary, name, None if is_void else shards[other], None)
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, *, is_void: bool = False) -> bool:
         """Replace every gradient by the sum, once all chunks are sent and encoded.
+
+        Returns:
+            False if the step is abandoned, here (`is_void`) or by another replica; gradients are then without meaning.
 
         Raises:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
         """
-        sums = [self._own_sum(step, number) for number in range(len(self._buckets))]
+        sums = [self._own_sum(step, number, is_void=is_void) for number in range(len(self._buckets))]
         for number, own in enumerate(sums):
             parts = [
                 own if replica == self._replica else self._received(step, number, replica, replica, _GATHER)
-                for replica in range(self._num_replicas)
+                for replica in self._computing
             ]
-            _put(self._buckets[number], torch.cat(parts))
+            if (whole := _all_of(parts)) is None:
+                is_void = True
+            elif not is_void:
+                _put(self._buckets[number], torch.cat(whole))
+        return not is_void
 
-    def _own_sum(self, step: int, number: int) -> torch.Tensor:
-        """The sum of this replica's shard, as all decode it; sent to all."""
+    def _own_sum(self, step: int, number: int, *, is_void: bool) -> torch.Tensor | None:
+        """The sum of this replica's shard, as all decode it, sent to all; None in an abandoned step."""
         mine = self._replica
-        size = self._sizes[number][mine]
-        if not size:
-            return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number][0].holder.device)
+        if not self._sizes[number][mine]:
+            return self._nothing(number)
         own = torch.split(self._flat(number), self._sizes[number])[mine]
-        total: torch.Tensor | None = None
-        for replica in range(self._num_replicas):
-            part = own if replica == mine else self._received(step, number, replica, mine, _SCATTER)
-            total = part.clone() if total is None else total.add_(part)
-        assert total is not None
-        boundaries = list(self._boundaries.values())
-        frame, _ = boundaries[0].encoded(self._name(step, number, mine, mine, _GATHER), total)
+        parts = [
+            own if replica == mine else self._received(step, number, replica, mine, _SCATTER)
+            for replica in self._computing
+        ]
+        name, boundaries = self._name(step, number, mine, mine, _GATHER), list(self._boundaries.values())
+        whole = _all_of(parts)
+        if whole is None or is_void:
+            for boundary in boundaries:
+                boundary.send_void(name)
+            return None
+        total = whole[0].clone()
+        for part in whole[1:]:
+            total.add_(part)
+        frame, _ = boundaries[0].encoded(name, total)
         for boundary in boundaries:
             boundary.transport.send(frame)
         return boundaries[0].decoded(frame)
 
-    def _received(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> torch.Tensor:
+    def _received(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> torch.Tensor | None:
+        """None: the sender has abandoned the step."""
         if not self._sizes[number][shard]:
-            return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number][0].holder.device)
-        return self._boundaries[sender].receive(self._name(step, number, sender, shard, direction))
+            return self._nothing(number)
+        try:
+            return self._boundaries[sender].receive(self._name(step, number, sender, shard, direction))
+        except StepAbandonedError:
+            return None
+
+    def _nothing(self, number: int) -> torch.Tensor:
+        return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number][0].holder.device)
 
     def _name(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> LogicalId:
         return LogicalId(self._run, sender, step, Purpose.SUM, number, self._first_cut + shard, direction)
@@ -264,9 +293,17 @@ class GradientSum:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _shard_sizes(self, numel: int) -> list[int]:
+        """By replica, 0 for those that do not compute."""
         blocks = -(-numel // BLOCK)
-        most = -(-blocks // self._num_replicas) * BLOCK
-        return [max(0, min(most, numel - most * replica)) for replica in range(self._num_replicas)]
+        most = -(-blocks // len(self._computing)) * BLOCK
+        sizes = {replica: max(0, min(most, numel - most * place)) for place, replica in enumerate(self._computing)}
+        return [sizes.get(replica, 0) for replica in range(self._num_replicas)]
+
+
+def _all_of(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """The parts, or None if one is missing."""
+    whole = [part for part in parts if part is not None]
+    return whole if len(whole) == len(parts) else None
 
 
 def _holders(bucket: Bucket) -> list[HoldsGradient]:
@@ -302,6 +339,8 @@ def _put(bucket: Bucket, values: torch.Tensor) -> None:
         holder = piece.holder
         if is_stored(holder):
             replace_gradient(holder, part.view(holder.shape))
-        elif holder.grad is not None:
+        else:
+            if holder.grad is None:  # this replica does not compute
+                holder.grad = torch.zeros(holder.shape, device=holder.device)
             holder.grad = holder.grad.contiguous()
             holder.grad.view(-1)[piece.start : piece.stop].copy_(part)

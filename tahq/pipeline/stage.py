@@ -73,11 +73,6 @@ class StagePlan:
         """Number of the pipeline that the stage belongs to."""
         return self.stage // self.pipeline.stages
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Of each replica's step."""
-        return self.training.num_micro_batches // self.pipeline.replicas
-
 
 class Stage:
     """A stage that can compute steps, evaluate, and be saved.
@@ -119,7 +114,7 @@ class Stage:
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
         sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
-        self._shape = StepShape(*sizes, plan.replica, plan.replica * plan.num_micro_batches)
+        self._shape = StepShape(*sizes, plan.pipeline.replicas)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
@@ -136,9 +131,14 @@ class Stage:
         if cache_folder is not None:
             for end in self._codec_ends:
                 end.codec.keep_in(cache_folder)
+        self._schedule = plan.pipeline.first_schedule, plan.pipeline.first_depths
+        self._computing: Sequence[int] = range(plan.pipeline.replicas)
+        """The replicas that share the batch."""
+        actions, first_micro_batch = self._row()
         self.engine = StageEngine(
             chunks=chunks,
-            actions=plan.pipeline.actions(training.num_micro_batches).actions[plan.stage % plan.pipeline.stages],
+            actions=actions,
+            first_micro_batch=first_micro_batch,
             shape=self._shape,
             batches=batches,
             order=order if self._codec_ends else None,
@@ -218,18 +218,34 @@ class Stage:
 
         RemoteProtocolError: there is no such schedule of this pipeline.
         """
-        if not name:
+        if name:
+            self._schedule = name, list(depths) or None
+            self.engine.follow(*self._row())
+
+    def use_replicas(self, computing: Sequence[int]) -> None:
+        """Divide the following steps among these replicas; empty: nothing changes.
+
+        RemoteProtocolError: there are no such replicas.
+        """
+        if not computing or self.engine.sums is None:
             return
-        pipeline = self.plan.pipeline
+        if not set(computing) <= set(range(self.plan.pipeline.replicas)) or sorted(set(computing)) != list(computing):
+            raise RemoteProtocolError(f"the coordinator sent invalid numbers of replicas: {list(computing)}")
+        self._computing = computing
+        self.engine.follow(*self._row())
+        self.engine.sums.use(computing)
+
+    def _row(self) -> tuple[Sequence[Action], int]:
+        """This stage's row of the schedule in force, and the first of the step's micro-batches that it is for."""
+        plan, pipeline, (name, depths) = self.plan, self.plan.pipeline, self._schedule
+        share = plan.grid.shares(plan.training.num_micro_batches, self._computing).get(plan.replica)
+        if share is None:
+            return (), 0
         try:
-            chosen = generate(
-                *(name, pipeline.stages, self.plan.num_micro_batches),
-                depths=list(depths) or None,
-                chunks_per_stage=pipeline.chunks,
-            )
+            chosen = generate(name, pipeline.stages, len(share), depths=depths, chunks_per_stage=pipeline.chunks)
         except ScheduleError as error:
             raise RemoteProtocolError(f"the coordinator sent an invalid schedule: {error}") from error
-        self.engine.follow(chosen.actions[self.plan.stage % pipeline.stages])
+        return chosen.actions[plan.stage % pipeline.stages], share.start
 
     def take_codec_errors(self) -> list[ErrorSample]:
         """Codec errors measured since the last call."""
@@ -247,8 +263,8 @@ class Stage:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this stage takes part in evaluations: the first replica's do."""
-        return self.plan.replica == 0
+        """Whether this stage takes part in evaluations: those of the first replica that computes do."""
+        return self.plan.replica == self._computing[0]
 
     def _chunk(self, number: int, module: ModelSlice) -> Chunk:
         ends = {cut: self._links[cut] for cut in (number - 1, number) if cut in self._links}

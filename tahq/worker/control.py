@@ -279,6 +279,7 @@ class WorkerTraining:
             active_s=meter.active_s,
             codec_errors=[[float(e.link), float(e.direction), e.relative_error] for e in stage.take_codec_errors()],
             weights_digest=stage.weights_digest(step),
+            abandoned=result.is_abandoned,
         )
 
     def _await_commit(self, step: int) -> Commit:
@@ -308,9 +309,11 @@ class WorkerTraining:
                 stage.update.apply(commit.step, commit.clip_factor)
             else:
                 stage.update.discard()
+            if not (commit.apply or commit.abandoned):
                 self._keep_batch(commit.step)
         stage.use_codecs(commit.step + 1, commit.codecs)
         stage.use_schedule(commit.schedule, commit.depths)
+        stage.use_replicas(commit.computing)
         if commit.evaluate and stage.evaluates:
             sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches, self._control.working)
             if sums is not None:

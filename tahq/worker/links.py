@@ -16,6 +16,7 @@ import torch
 
 from tahq.comm.config import host_shaping
 from tahq.comm.control.messages import (
+    Abandon,
     Assign,
     Hold,
     LinkState,
@@ -144,7 +145,7 @@ def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
     return COPY_RATE_SHARE * rate if rate < float("inf") else COPY_RATE_BITS_PER_S
 
 
-LinkOrder = Relink | Widen | Hold | Published
+LinkOrder = Relink | Widen | Hold | Abandon | Published
 """Orders about links."""
 OpenGroup = Callable[[ZmqTransport, str, str], Transport]
 """(link, address of its peer's process group or "", gloo or nccl) -> the transport that replaces the link."""
@@ -209,6 +210,9 @@ class WorkerLinks:
         elif isinstance(order, Hold):
             for link in order.links:
                 self._endpoint.hold(link)
+        elif isinstance(order, Abandon):
+            for link in order.links:
+                self._endpoint.abandon_step(link, order.step)
         else:
             self._endpoint.free_logs(order.base, order.step)
 

@@ -20,6 +20,7 @@ import torch
 
 from tahq import fault_points
 from tahq.comm.control.messages import (
+    Abandon,
     Admit,
     Assign,
     Bye,
@@ -58,6 +59,7 @@ from tahq.fault_points import reached
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.pipeline.checkpoint.copies import CheckpointCopies
 from tahq.pipeline.schedule.schedule import Action, ActionKind
+from tahq.pipeline.stage import Stage
 from tahq.worker.assembly import Assembly, compute_device, computes_in_bf16, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions, WorkerTraining
 from tahq.worker.links import LinkOrder, WorkerLinks, control_shaping, copy_rate_bits_per_s, open_endpoint
@@ -115,11 +117,12 @@ class Worker:
         """The coordinator's; None before it has arrived."""
         self.device: torch.device | None = None
         """Where this stage computes; None before that is known."""
-        self._num_micro_batches, self._has_chunks = 0, False
+        self._has_chunks = False
         self._endpoint: ZmqEndpoint | None = None
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
         self._copies: CheckpointCopies | None = None
+        self._stage: Stage | None = None
         self.control = WorkerControl(options, self._interrupt_links, self._obey)
         self._signals = WorkerSignals(self.control)
 
@@ -154,7 +157,7 @@ class Worker:
         control.working("connecting")
         reached(fault_points.HANDSHAKE, stage=assign.stage, step=plan.start_step)
         transports = links.open(plan, config.run.join_timeout, partial(self._open_group, assembly, plan))
-        stage = assembly.connect(plan, transports, self._before_action)
+        stage = self._stage = assembly.connect(plan, transports, self._before_action)
         stage.update.on_search = lambda done, due: control.working(f"searching subspaces, {done}/{due}")
         stage.prepare(control.working)
         training = WorkerTraining(control, stage, assembly, plan, copies.offer)
@@ -162,6 +165,7 @@ class Worker:
         start = control.receive(Start)
         stage.use_codecs(start.step, start.codecs)
         stage.use_schedule(start.schedule, start.depths)
+        stage.use_replicas(start.computing)
         try:
             training.run(start.step)
         except FrameLogError as error:
@@ -193,7 +197,6 @@ class Worker:
 
     def _configure(self, config: ClusterConfig) -> None:
         """Apply the keys of `run:` that concern this process."""
-        self._num_micro_batches = config.training.num_micro_batches // config.pipeline.replicas
         self._has_chunks = config.pipeline.chunks > 1
         run, tahq_log = config.run, logging.getLogger("tahq")
         self._signals.grace_s = run.grace
@@ -229,8 +232,9 @@ class Worker:
         return self._groups[-1]
 
     def _before_action(self, step: int, action: Action) -> None:
+        assert self._stage is not None, "it computes"
         chunk = f"chunk {action.chunk}, " if self._has_chunks else ""
-        place = f"micro-batch {action.micro_batch + 1}/{self._num_micro_batches}"
+        place = f"micro-batch {action.micro_batch + 1}/{self._stage.engine.num_micro_batches}"
         self.control.working(f"{chunk}{place} {_WORK[action.kind]}")
         reached(_POINTS[action.kind is ActionKind.F], stage=self.control.stage, step=step)
         self.control.check_aborted()
@@ -241,6 +245,8 @@ class Worker:
             self._endpoint.allow(order.public_keys)
         if isinstance(order, Copy | Published) and self._copies is not None:
             self._copies.obey(order)
+        if isinstance(order, Abandon) and self._stage is not None:
+            self._stage.engine.abandoned_step = order.step
         if isinstance(order, LinkOrder) and self._links is not None:
             self._links.obey(order)
 

@@ -110,6 +110,7 @@ PREPARE = {
     "active_s": 0,
     "codec_errors": [],
     "weights_digest": "",
+    "abandoned": False,
 }
 
 

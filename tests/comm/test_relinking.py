@@ -2,10 +2,12 @@
 
 import socket
 import time
+from dataclasses import replace
 
 import pytest
+from support.processes import wait_until
 
-from tahq.comm.link.frame import Direction, Frame, Purpose
+from tahq.comm.link.frame import VOID, Direction, Frame, Purpose
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.zmq.transport import Wanted
 from tahq.errors import PeerLostError
@@ -157,3 +159,31 @@ def test_other_links_go_on_while_a_lost_peer_is_dialled_and_given_up(make_endpoi
         theirs.expect(frame.id, 8)
         mine.send(frame)
         assert same(theirs.recv(SOON_S), frame)
+
+
+def test_abandoned_step_is_void_where_its_frames_have_not_come_and_those_that_come_late_are_dropped(
+    make_endpoint, make_frame, survivor
+):
+    """Posted before and after, begun, and whole before it is posted; other steps and evaluations are not touched."""
+    peer = make_endpoint(2)
+    mine, theirs = linked(survivor, peer, survivor_dials=True)
+    came, posted, later, other = (make_frame(3000, n, step=step) for n, step in enumerate((4, 4, 4, 5)))
+    evaluation = replace(other, id=posted.id._replace(purpose=Purpose.EVAL))
+    theirs.send(came)
+    wait_until(lambda: bool(mine.end.session.inbound.early), SOON_S, "the first frame")
+    for frame in (posted, other, evaluation):
+        mine.expect(frame.id, 3000)
+    survivor.abandon_step(1, 4)
+    void = mine.recv(SOON_S)
+    assert (void.id, void.codec, void.payload.numel()) == (posted.id, VOID, 0)
+    mine.expect(later.id, 3000)
+    assert mine.recv(SOON_S).codec == VOID
+    mine.expect(came.id, 3000)
+    assert same(mine.recv(SOON_S), came)
+    for frame in (posted, later, other, evaluation):
+        theirs.send(frame)
+    assert same(mine.recv(SOON_S), other)
+    assert same(mine.recv(SOON_S), evaluation)
+    with pytest.raises(TimeoutError):
+        mine.recv(0.1)
+    assert not mine.end.session.inbound.early

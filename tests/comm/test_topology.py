@@ -121,3 +121,13 @@ def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, t
 )
 def test_total_steps_end_with_the_epochs_also_of_a_resumed_run(steps, epochs, samples, start, expected):
     assert total_steps(steps, epochs, samples, 8, start) == expected
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 9), min_size=1))
+def test_replicas_share_all_micro_batches_in_order_as_equally_as_possible(count, computing):
+    shares = Grid(2, replicas=10).shares(count, sorted(computing))
+    assert list(shares) == sorted(computing)
+    assert [number for share in shares.values() for number in share] == list(range(count))
+    sizes = [len(share) for share in shares.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1

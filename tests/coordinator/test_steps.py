@@ -42,7 +42,7 @@ def decide(prepares, **training):
 def test_norm_is_the_exact_sum_rounded_once_however_parameters_are_divided_into_stages(numbers, cuts):
     low, high = sorted(cuts)
     divided = [numbers[:low], numbers[low:high], numbers[high:]]
-    norm = steps.norm_of([make_prepare(0, stage, norm2=divided[stage]) for stage in range(3)])
+    norm = steps.norm_of([make_prepare(0, stage, norm2=divided[stage]) for stage in range(3)], 3)
     assert norm == global_norm(numbers) == math.sqrt(float(sum(map(Fraction, numbers), Fraction(0))))
 
 
@@ -93,11 +93,11 @@ def test_replicas_that_differ_end_the_run(changes, message):
     prepares = [make_prepare(0, stage, 4, norm2=[1.0 + stage % 2], weights_digest="a") for stage in range(4)]
     names = [f"stage {stage}" for stage in range(4)]
     training = TrainingConfig(epochs=1, clip_norm=1.0)
-    decision = steps.decide(training, prepares, names, num_steps=9, replicas=2)
+    decision = steps.decide(training, prepares, names, num_steps=9, num_stages=2)
     assert decision.clip_factor == 1.0 / math.sqrt(3.0)
     prepares[3] = replace(prepares[3], **changes)
     with pytest.raises(DataError, match=f"stage 1 and stage 3, replicas of one stage, have {message}"):
-        steps.decide(training, prepares, names, num_steps=9, replicas=2)
+        steps.decide(training, prepares, names, num_steps=9, num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_replicas_that_differ_end_the_run(changes, message):
 def test_impossible_prepares_name_the_peer(stage, is_second, changes, reason):
     before = make_prepare(0, stage)
     with pytest.raises(RemoteProtocolError, match=reason):
-        check_prepare(replace(before, **changes), 0, before if is_second else None, NAMES[stage], is_last=stage == 2)
+        check_prepare(replace(before, **changes), 0, before if is_second else None, NAMES[stage], has_loss=stage == 2)
 
 
 def test_the_same_prepare_is_a_repetition_also_with_nan():

@@ -240,7 +240,7 @@ def test_summary_of_a_run_that_turned_back_counts_each_step_once(history, record
 def test_summary_counts_skipped_steps(history, record, end):
     history.step_committed(record(21, loss=math.nan, skipped=True))
     text = summary_text(history, end)
-    assert rows(text)["skipped"] == "1 of these steps, for NaN or infinity"
+    assert rows(text)["skipped"] == "1 of these steps: NaN or infinity"
     assert "→ – nats" in rows(text)["loss"]
 
 

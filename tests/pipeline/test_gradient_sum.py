@@ -40,8 +40,11 @@ class Wire:
         return frame
 
 
-def all_reduce(gradients, spec_of, of_sums, *, stored=False):
-    """Every replica's gradients after the sum; `gradients` by replica, `spec_of` the codec of shards of a pair."""
+def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, gives_up=()):
+    """Every replica's gradients after the sum; `gradients` by replica, `spec_of` the codec of shards of a pair.
+
+    Only those `computing` have gradients; where one `gives_up`, None.
+    """
     count, wire = len(gradients), WireConfig()
     queues = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
     parameters = [[Parameter(torch.zeros_like(each)) for each in of_replica] for of_replica in gradients]
@@ -56,20 +59,32 @@ def all_reduce(gradients, spec_of, of_sums, *, stored=False):
             for other in range(count)
             if other != rank
         }
+        computes = computing is None or rank in computing
         for parameter, gradient in zip(parameters[rank], gradients[rank], strict=True):
             if stored:
                 store_gradient(parameter)
+            if not computes:
+                continue
             parameter.grad = gradient.clone()
             if stored:
                 fold_gradient(parameter)
         half = len(parameters[rank]) // 2
         sums = GradientSum({0: parameters[rank][:half], 1: parameters[rank][half:]}, rank, boundaries, 1, 3)
+        if computing is not None:
+            sums.use(computing)
         sums.post(5)
-        for chunk in (1, 0):
-            sums.open(5, chunk, lambda boundary, name, shard, _: boundary.send(name, shard))
-            sums.close()
-        sums.finish(5)
-        return [gradient_of(parameter) for parameter in parameters[rank]]
+        for chunk in (1, 0) if computes else ():
+            sums.open(5, chunk, send)
+            sums.close(is_void=rank in gives_up)
+        is_done = sums.finish(5, is_void=rank in gives_up)
+        assert all(not boundary.transport._expected and not boundary._posted for boundary in boundaries.values())
+        return [gradient_of(parameter) for parameter in parameters[rank]] if is_done else None
+
+    def send(boundary, name, shard, _):
+        if shard is None:
+            boundary.send_void(name)
+        else:
+            boundary.send(name, shard)
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(run, range(count)))
@@ -122,6 +137,26 @@ def test_near_replicas_send_shards_uncompressed_and_all_take_the_same_sums():
     assert torch.equal(found[0][0][:384], coded(far, first))
     last = coded(far, shards[0][2]) + coded(far, shards[1][2]) + shards[2][2]
     assert torch.equal(found[0][0][768:], coded(far, last))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(2, 4), st.lists(st.integers(1, 700), min_size=1, max_size=4), st.sampled_from([64, 300]))
+def test_replicas_that_do_not_compute_have_the_sums_of_the_others(data, count, sizes, bucket):
+    computing = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+    gradients, stored = random_gradients(count, sizes), data.draw(st.booleans())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sum, "BUCKET", bucket)
+        found = all_reduce(gradients, lambda a, b: FP32, FP32, computing=computing, stored=stored)
+    for index in range(len(sizes)):
+        assert all(torch.equal(each[index], found[0][index]) for each in found)
+        total = sum(gradients[replica][index] for replica in computing)
+        torch.testing.assert_close(found[0][index], total, rtol=0, atol=1.0 if stored else 1e-5)
+
+
+@pytest.mark.parametrize("computing", [None, [0, 2]])
+def test_step_that_one_replica_gives_up_is_given_up_by_all_and_leaves_no_frame(computing):
+    gradients = random_gradients(3, [900, 40])
+    assert all_reduce(gradients, lambda a, b: FP8, FP8, computing=computing, gives_up=[2]) == [None] * 3
 
 
 def test_gradients_in_codes_are_summed_whole_and_coded_again():

@@ -1,6 +1,6 @@
-"""The coordinator's options for the links' codecs: initial specs, ladders, and a record to replay."""
+"""The coordinator's options for the links' codecs: initial specs, ladders; and the records of runs to replay."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,3 +73,23 @@ def _step(row: dict[str, Any]) -> tuple[int, dict[LinkKey, str]]:
             raise ValueError(f"direction {link['direction']!r}")
         codecs[LinkKey(int(link["link"]), link["direction"])] = str(link["codec"])
     return int(row["step"]), codecs
+
+
+def recorded_replicas(config: ClusterConfig) -> dict[int, Sequence[int]]:
+    """By step, from 0, what `pipeline.replay` has: the replicas that computed it where not all did; none: abandoned."""
+    path = config.pipeline.replay
+    try:
+        recorded = read_lines(Path(path), _computing, "the replicas of a step") if path is not None else []
+    except UserError as error:
+        raise ConfigError(f"pipeline.replay: {error}") from error
+    most = max((max(computing, default=0) for _, computing in recorded), default=0)
+    if most >= config.pipeline.replicas:
+        raise ConfigError(
+            f"pipeline.replay: {path} has replica {most}, pipeline.replicas is {config.pipeline.replicas}"
+        )
+    everything = range(config.pipeline.replicas)
+    return {step: computing for step, computing in recorded if computing != tuple(everything)}
+
+
+def _computing(row: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
+    return int(row["step"]) - 1, () if row["abandoned"] else tuple(map(int, row["computing"]))

@@ -32,7 +32,7 @@ from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
-from tahq_launch.start.codec_choice import codec_options
+from tahq_launch.start.codec_choice import codec_options, recorded_replicas
 from tahq_launch.start.local_checks import check_reachable, security_warnings
 from tahq_launch.start.resolution import resolve_for_run, with_profile
 from tahq_launch.start.run_folder import RunFolder
@@ -130,6 +130,7 @@ def prepared_run(
     if not request.resume:
         config, origin = resolved_run(given), Origin(secrets.randbits(63))
         codec_options(config, origin.codecs)  # finds a wrong `wire.replay` before the folder is touched
+        recorded_replicas(config)
     with folder.locked() as epoch, Journal(folder.journal) as journal:
         folder.check_startable(resume=request.resume)
         if request.resume:
@@ -165,6 +166,8 @@ def _coordinator_options(
     return CoordinatorOptions(
         num_stages=config.pipeline.num_workers,
         replicas=config.pipeline.replicas,
+        replicas_wait_s=config.pipeline.replicas_wait,
+        recorded_replicas=recorded_replicas(config),
         run_id=origin.run_id,
         run_folder=folder.path,
         config_json=config_json(config),

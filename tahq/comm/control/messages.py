@@ -146,6 +146,14 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Abandon:
+    """coordinator → worker: give up this step, to which the peers of these links will send nothing more."""
+
+    step: int
+    links: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """coordinator → worker: the checkpoint after `step` steps is complete; forget frames and copies before `base`."""
 
@@ -223,13 +231,14 @@ class Start:
 
     `codecs` has a row for each link and direction whose codec is not the configured one: [link, direction, index into
     the plan's table of codecs]. `schedule` and `depths` (most micro-batches in flight, by stage; empty: the schedule's
-    own) are in force instead of the configured ones; "": those are.
+    own) are in force instead of the configured ones; "": those are. Replicas `computing` share the batch; empty: all.
     """
 
     step: int
     codecs: list[list[int]] = field(default_factory=list)
     schedule: str = ""
     depths: list[int] = field(default_factory=list)
+    computing: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +267,8 @@ class Prepare:
     codec_errors: list[list[float]] = field(default_factory=list)
     weights_digest: str = ""
     """Of this stage's weights before this step; empty except every few steps of a run with replicas."""
+    abandoned: bool = False
+    """Whether the step was given up here, so that the rest says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +276,8 @@ class Commit:
     """coordinator → worker: apply (or skip) this step with this clip factor, then evaluate, write, stop as told.
 
     `codecs` has a row (as in START) for each link and direction with another codec from the next step on, `schedule`
-    and `depths` are as in START from then on; "": nothing changes.
+    and `depths` are as in START from then on ("": nothing changes), as is `computing` (empty: nothing changes). A step
+    that was `abandoned` is not applied.
     `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go.
     """
 
@@ -279,6 +291,8 @@ class Commit:
     complete_snapshot: int = 0
     schedule: str = ""
     depths: list[int] = field(default_factory=list)
+    computing: list[int] = field(default_factory=list)
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,8 +470,8 @@ Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
-    | Admit | NotKept | NoCheckpoint
+    | Abandon | Admit | NotKept | NoCheckpoint
 )  # fmt: skip
 
-Order = Relink | Widen | Hold | Published | Copy | Admit
+Order = Relink | Widen | Hold | Abandon | Published | Copy | Admit
 """Messages that may come at any time, which a worker carries out beside its work."""

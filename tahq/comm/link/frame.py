@@ -99,6 +99,15 @@ class Frame:
     shard: int = 0
 
 
+VOID = 0xFFFF
+"""The codec of a frame without a tensor: its sender has abandoned the step."""
+
+
+def void_frame(id: LogicalId) -> Frame:
+    """What arrives under this id in an abandoned step."""
+    return Frame(id, VOID, torch.float32, (), torch.empty(0, dtype=torch.uint8))
+
+
 class Outgoing(NamedTuple):
     """A message for the wire, over one of the link's connections.
 

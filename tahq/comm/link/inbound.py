@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tahq.comm.link.frame import MAX_PIECE_NBYTES, Channel, Direction, Frame, FrameHeader, LogicalId
+from tahq.comm.link.frame import MAX_PIECE_NBYTES, Channel, Direction, Frame, FrameHeader, LogicalId, void_frame
 from tahq.comm.link.spec import MESSAGE_WINDOW_NBYTES, SessionLimits
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.units import format_size
@@ -87,11 +87,28 @@ class Inbound:
         self._peer = peer
         self._posted: dict[LogicalId, int] = {}
         self.early: dict[LogicalId, Frame] = {}
-        """Frames that were not posted yet; any thread may look whether there are any."""
+        """Frames that were not posted yet."""
         self._early_nbytes = 0
         self._admitted: dict[LogicalId, int] = {}
         self._consumed: dict[LogicalId, None] = {}
         self._assemblies: dict[tuple[Channel, Direction], _Assembly] = {}
+        self._abandoned_step = -1
+
+    def has_already(self, id: LogicalId) -> bool:
+        """Whether a post of this id may be answered at once; any thread may call it."""
+        return bool(self.early) or self._is_abandoned(id)
+
+    def abandon(self, step: int) -> list[Frame]:
+        """A step's training frames will not come: void ones instead, for what is posted now and from now on."""
+        self._abandoned_step = step
+        ids = [id for id in self._posted if self._is_abandoned(id)]
+        for id in ids:
+            del self._posted[id]
+            self._consume(id)
+        return [void_frame(id) for id in ids]
+
+    def _is_abandoned(self, id: LogicalId) -> bool:
+        return id.step == self._abandoned_step and not id.is_evaluation
 
     def begin_anew(self) -> None:
         """The peer starts again with a new frame: parts of unfinished frames will come again."""
@@ -108,6 +125,9 @@ class Inbound:
         if id in self._admitted:
             self._check_posted_size(id, self._admitted[id], max_nbytes)
         frame = self.early.get(id)
+        if frame is None and self._is_abandoned(id):
+            self._consume(id)
+            return void_frame(id)
         if frame is None:
             self._posted[id] = max_nbytes
             return None
@@ -161,9 +181,11 @@ class Inbound:
         return True
 
     def complete(self, header: FrameHeader, payload: torch.Tensor) -> Frame | None:
-        """A frame that was admitted is whole: the frame if it was posted, else it is kept."""
+        """A frame that was admitted is whole: the frame if it was posted, else it is kept, unless it was abandoned."""
         frame = header.frame(payload)
         del self._admitted[header.id]
+        if header.id in self._consumed:
+            return None
         if self._posted.pop(header.id, None) is None:
             self.early[header.id] = frame
             self._early_nbytes += header.total_nbytes

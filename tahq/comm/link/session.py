@@ -101,6 +101,10 @@ class Session:
         """Post a receive; see Transport.expect."""
         self._deliver(self.inbound.expect(id, max_nbytes))
 
+    def abandon(self, step: int) -> None:
+        """Deliver void frames for those of a step's training that have not come, and will not."""
+        self._delivered += self.inbound.abandon(step)
+
     def take_delivered(self) -> list[Frame]:
         """Frames that have become whole, and were expected, since the last call."""
         delivered, self._delivered = self._delivered, []

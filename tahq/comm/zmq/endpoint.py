@@ -202,6 +202,11 @@ class ZmqEndpoint:
         end = self._links[link].end
         self._loop.submit(end, lambda: end.session.hold())
 
+    def abandon_step(self, link: int, step: int) -> None:
+        """See `Session.abandon`; any thread may call it."""
+        end = self._links[link].end
+        self._loop.submit(end, lambda: end.session.abandon(step))
+
     def free_logs(self, step: int, droppable: int = 0) -> None:
         """See `FrameLog.free_before`; any thread may call it."""
         for link in list(self._links.values()):

@@ -258,7 +258,7 @@ class ZmqTransport:
         self._submit(self.end, partial(self.end.expect, id, max_nbytes), False)
         # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
         # commands after it has kept an early frame and before it waits, and we look the other way round.
-        if self.end.session.inbound.early:
+        if self.end.session.inbound.has_already(id):
             self._submit(None, lambda: None, True)
 
     def send(self, frame: Frame) -> None:

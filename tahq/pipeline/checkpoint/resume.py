@@ -296,6 +296,8 @@ RULES: Mapping[str, KeyRule] = {
     "training.activation_checkpointing": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.replicas": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
+    "pipeline.replicas_wait": KeyRule(Verdict.EXACT, "it matters only where a worker is lost"),
+    "pipeline.replay": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "pipeline.layers": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.balance": KeyRule(Verdict.EXACT, "a resumed run is not planned again"),
     "pipeline.chunks": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
