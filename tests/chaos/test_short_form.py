@@ -8,7 +8,7 @@ from chaos.session import ROWS, obstacle
 
 SHORT = 0.01
 """This share of work that takes long only because there is much of it."""
-AT_EVERY_COMMIT = ("kill-prepared", "coordinator-commit-sent")
+AT_EVERY_COMMIT = ("coordinator-commit-sent",)
 
 
 def _quick() -> list[object]:

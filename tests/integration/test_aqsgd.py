@@ -92,6 +92,7 @@ def test_evaluation_sees_the_first_visits_of_samples_it_never_trains_on(three_st
             assert row["validation"]["loss"] != row["validation"]["loss_raw"]
 
 
+@pytest.mark.acceptance
 def test_resume_in_the_second_epoch_equals_uninterrupted_to_the_bit(tmp_path, three_stages):
     folder_with_text(tmp_path)
     half = config(training={"steps": 8})

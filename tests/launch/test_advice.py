@@ -176,7 +176,7 @@ def overridden(config, changes, path):
     return load_config(path, changes)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.acceptance) for n in range(20, 200, 20))])
 def test_advice_names_the_change_with_the_largest_gain(first, tmp_path):
     for seed in range(first, first + 20):
         run = Run(seed)

@@ -245,20 +245,33 @@ def test_resumed_run_keeps_what_was_planned(planned, sections):
     assert other.training.micro_batch == 1
 
 
-@settings(max_examples=60)
-@given(
-    layers=st.integers(4, 12),
-    width=st.sampled_from([64, 128, 256]),
-    batch=st.sampled_from([4, 6, 8, 16]),
-    stages=st.integers(2, 4),
-    share=st.floats(1.0, 4.0),
-    delay=st.sampled_from([0, 50, 150]),
-    recompute=st.sampled_from(["none", "block"]),
-    activations=st.sampled_from(["none", "agoq"]),
+MODELS = st.tuples(
+    st.integers(4, 12),
+    st.sampled_from([64, 128, 256]),
+    st.sampled_from([4, 6, 8, 16]),
+    st.integers(2, 4),
+    st.floats(1.0, 4.0),
+    st.sampled_from([0, 50, 150]),
+    st.sampled_from(["none", "block"]),
+    st.sampled_from(["none", "agoq"]),
 )
-def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(
-    layers, width, batch, stages, share, delay, recompute, activations, tmp_path_factory
-):
+"""Layers, width, batch, stages, share of memory, delay, checkpointing, activations."""
+
+
+@settings(max_examples=10)
+@given(MODELS)
+def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(tmp_path_factory, model):
+    check_that_plan_fits(tmp_path_factory, *model)
+
+
+@pytest.mark.acceptance
+@settings(max_examples=60)
+@given(MODELS)
+def test_plans_of_many_models_fit_memory(tmp_path_factory, model):
+    check_that_plan_fits(tmp_path_factory, *model)
+
+
+def check_that_plan_fits(tmp_path_factory, layers, width, batch, stages, share, delay, recompute, activations):
     """Each host has `share` times the memory that the fullest stage needs with one sample in flight."""
     values = {
         **OPEN,

@@ -107,7 +107,7 @@ def test_nothing_is_proposed_where_nothing_fits(pipeline):
     assert found.choice == present
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.lists(st.integers(1, 30), min_size=STAGES, max_size=STAGES),
     st.sampled_from([{"rate": "1mbit"}, {"delay": "100ms"}, {}]),
