@@ -18,7 +18,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 57_450,
     "modules there": 317,
-    "lines of benchmarks": 7_150,
+    "lines of benchmarks": 7_400,
     "lines of tests": 41_350,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,

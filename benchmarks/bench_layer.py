@@ -3,7 +3,8 @@
     python benchmarks/bench_layer.py [--output benchmarks/results/layer_<hardware>_<yyyymm>.md]
     python benchmarks/bench_layer.py --small       # on the CPU, in seconds: that it works, no figures
 
-AGoQ Table 1; COAT Tables 2, 7 and 12 (norms with quantisation). Needs a CUDA device with FP8 units; about five minutes.
+AGoQ Tables 1, 5, 6, 7 and 11 (`--parts agoq`: the last four); COAT Tables 2, 7 and 12 (norms with quantisation). Needs
+a CUDA device with FP8 units; about ten minutes.
 Layers: transformers' own Llama layer in bf16 (`bf16`), the same under torch.compile (`bf16 compiled`), or computed
 again in the backward (`bf16 recomputed`); AGoQ's stored inputs (`agoq`: 4 bits); and COAT's FP8 flow (`coat`: in the
 course of a step; `coat, step begins`: with its weights coded anew; `coat, codes not kept`: `keep_weight_codes: false`;
@@ -18,11 +19,15 @@ and their FP8 codes or bf16 copies are allocated before and not included; the co
 
 import argparse
 import gc
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import coded_gemm
 import torch
 from coat_norms import norm_times_us
 from harness import Table, main, need_gpu, say
@@ -30,7 +35,9 @@ from layer_parts import (
     AGOQ_PAPER_UNITS,
     OPERATORS,
     PAPER_UNITS,
+    PARTS,
     Layer,
+    PartMarks,
     Size,
     compiled,
     make_layer,
@@ -52,6 +59,7 @@ AGOQ_SIZES = [
     Size(4096, 11008, 32, 4, 2048),
     Size(4096, 14336, 32, 4, 2048, kv_heads=8),
 ]
+LENGTHS = (2048, 4096, 8192)
 NORM_SHAPES = [(4096, channels) for channels in (1024, 2048, 4096, 8192)]
 
 
@@ -145,6 +153,32 @@ def between_ms(begin: Any, end: Any) -> float:
     return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
+@sharing_weight_copies()
+def part_rows(size: Size, device: torch.device, repeats: int) -> Iterator[list[str]]:
+    """AGoQ Tables 5 and 6, without what tensor parallelism adds."""
+    configs: dict[str, AgoqConfig | None] = {"bf16": None, "agoq": AgoqConfig(bits=4)}
+    for name, config in configs.items():
+        layer = Layer(size, device, make_layer(size, device, config, master=True), master=True)
+        marks, times = PartMarks(layer, partial(mark, device)), dict[tuple[str, str], list[float]]()
+        for repeat in range(3 + repeats):
+            layer.backward(layer.forward())
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            for phase, of_parts in (("forward", marks.forward), ("backward", marks.backward)):
+                for part, (begin, end) in of_parts.items() if repeat >= 3 else ():
+                    times.setdefault((phase, part), []).append(between_ms(begin, end))
+        for phase in ("forward", "backward"):
+            yield [name, phase, *(f"{statistics.median(times[phase, part]):.2f}" for part in PARTS)]
+
+
+def length_rows(device: torch.device, repeats: int, sizes: Sequence[Size]) -> Iterator[list[str]]:
+    """AGoQ Table 7 for one layer: tokens per second of each variant, in rows by sequence length."""
+    for size in sizes:
+        rows = layer_rows(size, device, repeats, master=True)
+        speeds = {row[0]: size.batch * size.seq_len / float(row[3]) * 1e3 for row in rows}
+        yield [f"{size.seq_len}", *(f"{speeds.get(name, math.nan):,.0f}" for name in SPEEDS)]
+
+
 def memory(layer: Layer) -> tuple[int, int]:
     """Bytes that a forward leaves allocated, and the peak of forward and backward, above what was there before."""
     torch.cuda.synchronize()
@@ -173,11 +207,28 @@ def norm_table(shapes: list[tuple[int, int]], device: torch.device, repeats: int
     return Table(("shape", *found[shapes[0]]), rows, caption, heading)
 
 
-def tables(options: argparse.Namespace) -> Iterator[Table]:
-    device = torch.device("cpu" if options.small else "cuda")
-    need_gpu(device.type)
+SPEEDS = ("bf16", "bf16 compiled", "bf16 recomputed", "agoq", "coat")
+
+
+def agoq_tables(options: argparse.Namespace, device: torch.device, repeats: int) -> Iterator[Table]:
+    """Shapes of AGoQ's Tables 5, 6, 7 and 11."""
+    size = SMALL if options.small else PAPER_SIZES[0]
+    heading = f"A layer by its parts, ms ({size}; autocast; AGoQ Tables 5 and 6)"
+    yield Table(("", "", *PARTS), part_rows(size, device, repeats), heading=heading)
+    lengths = [SMALL] if options.small else [replace(size, batch=16384 // length, seq_len=length) for length in LENGTHS]
+    tokens = lengths[0].batch * lengths[0].seq_len
+    heading = f"Tokens per second of a layer by sequence length, {tokens} tokens (AGoQ Table 7)"
+    yield Table(("", *SPEEDS), length_rows(device, repeats, lengths), heading=heading)
+    if device.type == "cuda":
+        columns = (*"mkn", *coded_gemm.NAMES, "quantised: fused / apart", "dequantised: fused / apart")
+        rows = (coded_gemm.gemm_rows(shape, device, repeats) for shape in coded_gemm.SHAPES)
+        caption = f"C = A·Bᵀ, A [m, k], in bf16; codes of {coded_gemm.BITS} bits in blocks of 128."
+        yield Table(columns, rows, caption, "Products with codes, ms (AGoQ Table 11)")
+
+
+def layer_tables(options: argparse.Namespace, device: torch.device, repeats: int) -> Iterator[Table]:
+    """Bytes, norms, and a whole layer."""
     sizes = [SMALL] if options.small else PAPER_SIZES[: options.sizes]
-    repeats = 2 if options.small else options.repeats
     caption = (
         "A tensor that two operators keep counts where it is kept first: attention's output is under FlashAttn here, "
         "under Linear in the paper. `autocast`: residual stream and weights in fp32; bf16 copies of weights, which all "
@@ -198,11 +249,27 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
                 torch.cuda.empty_cache()
 
 
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    device = torch.device("cpu" if options.small else "cuda")
+    need_gpu(device.type)
+    repeats = 2 if options.small else options.repeats
+    if "layer" in options.parts:
+        yield from layer_tables(options, device, repeats)
+    if "agoq" in options.parts:
+        yield from agoq_tables(options, device, repeats)
+
+
 if __name__ == "__main__":
     main(
         __doc__,
         tables,
         {
+            "--parts": {
+                "nargs": "+",
+                "default": ["layer", "agoq"],
+                "choices": ["layer", "agoq"],
+                "help": "tables to make",
+            },
             "--small": {"action": "store_true", "help": "a small layer on the CPU"},
             "--sizes": {"type": int, "default": 1, "help": "how many of Table 7's four sizes"},
         },

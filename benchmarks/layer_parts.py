@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -116,6 +118,40 @@ class Layer:
             return block.weight_codes_nbytes
         has_copies = self._master and type(block).__name__ != "OptimizedModule"  # compiled, they are made anew
         return 2 * sum(each.numel() for each in block.parameters() if each.ndim > 1) if has_copies else 0
+
+
+PARTS = {"norm": "input_layernorm", "attention": "self_attn", "second norm": "post_attention_layernorm", "FFN": "mlp"}
+
+
+class PartMarks:
+    """Marks where each part of a layer begins and ends, forward and backward.
+
+    A part's backward begins when the gradient of its output is there, and ends with that of its input.
+
+    Args:
+        layer: whose parts.
+        mark: a point in time.
+    """
+
+    def __init__(self, layer: Layer, mark: Callable[[], Any]) -> None:
+        self._mark = mark
+        self.forward: dict[str, list[Any]] = {}
+        self.backward: dict[str, list[Any]] = {}
+        block = layer.module.get_submodule(BLOCK)
+        for part, name in PARTS.items():
+            module = block.get_submodule(name)
+            module.register_forward_pre_hook(partial(self._enter, part), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, part))
+
+    def _enter(self, part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.forward[part] = [self._mark()]
+        x = args[0] if args else kwargs["hidden_states"]
+        x.register_hook(lambda _: self.backward[part].append(self._mark()))
+
+    def _leave(self, part: str, _: nn.Module, __: object, output: Any) -> None:
+        self.forward[part].append(self._mark())
+        y = output[0] if isinstance(output, tuple) else output
+        y.register_hook(lambda _: self.backward.update({part: [self._mark()]}))
 
 
 def compiled(layer: Layer) -> Layer:
