@@ -86,8 +86,9 @@ def _contexts() -> set[tuple[str, str]]:
 
 
 @two_devices
-def test_nccl_between_devices_gives_what_zmq_gives_to_the_bit(tmp_path):
-    config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto"}}, steps=5)
+@pytest.mark.parametrize("pipeline", [{"stages": 2}, {"stages": 1, "replicas": 2}], ids=["stages", "replicas"])
+def test_nccl_between_devices_gives_what_zmq_gives_to_the_bit(tmp_path, pipeline):
+    config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto"}, "pipeline": pipeline}, steps=5)
     losses = {}
     for inside in ("zmq", "nccl"):
         folder = tmp_path / inside
