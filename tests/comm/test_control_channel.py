@@ -293,7 +293,7 @@ def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):
 
 
 def test_member_stays_and_the_stranger_silent_longest_makes_room(connect):
-    server = ControlServer("127.0.0.1:0", heartbeat_s=0.2, max_strangers=3)
+    server = ControlServer("127.0.0.1:0", heartbeat_s=SOON_S, max_strangers=3)
     clients, identities = [], []
     for stage in range(8):
         clients.append(connect(server.address, peer_timeout_s=3 * SOON_S, heartbeat_s=SOON_S))
