@@ -327,6 +327,7 @@ class Seating:
     def start_all_over(self, why: str) -> None:
         """Make every stage begin again at the newest checkpoint, or at the base."""
         self._ctx.warn(f"{why}: all stages go back to step {self._run.newest.step}, and go on from there")
+        self._run.abandoned_for = frozenset()
         for seat in self._seats.held:
             self._start_over(seat, why, Former.TAKEN_BACK)
         for seat in self._seats:

@@ -65,10 +65,12 @@ def is_repeated(prepare: Prepare, before: Prepare | None) -> bool:
     return before is not None and before.step == prepare.step and repr(before) == repr(prepare)
 
 
-def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str, *, has_loss: bool) -> None:
+def check_prepare(
+    prepare: Prepare, step: int, before: Prepare | None, name: str, *, has_loss: bool, may_abandon: bool = False
+) -> None:
     """Check a stage's PREPARE that is not a repetition; `before` is its PREPARE of this step, if there is one.
 
-    `has_loss`: it is the last stage, of a replica that computes.
+    `has_loss`: it is the last stage, of a replica that computes. `may_abandon`: steps of this run can be abandoned.
 
     Raises:
         RemoteProtocolError: a wrong step, a second and different PREPARE, impossible numbers, a missing loss.
@@ -79,6 +81,8 @@ def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str
         raise RemoteProtocolError(f"{name} prepared step {step} twice, with different numbers")
     if any(square < 0 for square in prepare.norm2):
         raise RemoteProtocolError(f"{name} prepared step {step} with a negative squared norm")
+    if prepare.abandoned and not may_abandon:
+        raise RemoteProtocolError(f"{name} abandoned step {step}, and this run abandons none")
     if has_loss and not prepare.abandoned and (prepare.loss_sum is None or prepare.tokens is None):
         raise RemoteProtocolError(f"{name}, the last stage, prepared step {step} without a loss")
 

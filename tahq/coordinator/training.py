@@ -176,7 +176,8 @@ class Training:
             return False
         seats, is_last = self._seats, self._ctx.options.grid.is_last(seat.stage)
         has_loss = is_last and seats.replica(seat) in seats.computing
-        check_prepare(prepare, run.step, seat.prepared, seat.name, has_loss=has_loss)
+        may_abandon = self._ctx.options.replicas_wait_s is not None
+        check_prepare(prepare, run.step, seat.prepared, seat.name, has_loss=has_loss, may_abandon=may_abandon)
         seat.prepared, seat.position = prepare, max(seat.position, prepare.step + 1)
         self._commit_if_prepared()
         return False
@@ -252,10 +253,10 @@ class Training:
 
     def _next_replicas(self) -> list[int]:
         """The replicas that compute the next step, if that changes; else none."""
-        ctx, seats = self._ctx, self._seats
-        following = seats.whole or seats.computing
-        if ctx.options.recorded_replicas:
-            following = tuple(ctx.options.recorded_replicas.get(self._run.step + 1) or range(ctx.options.replicas))
+        options, seats = self._ctx.options, self._seats
+        following = tuple(options.recorded_replicas.get(self._run.step + 1) or range(options.replicas))
+        if options.replicas_wait_s is not None and not options.recorded_replicas:
+            following = seats.whole or seats.computing
         return list(following) if following != seats.computing else []
 
     def _use_replicas(self, commit: Commit) -> None:

@@ -106,6 +106,7 @@ def test_replicas_that_differ_end_the_run(changes, message):
         (1, True, {"norm2": [9.0]}, r"stage 1 \(b, pid 2\) prepared step 0 twice"),
         (1, False, {"norm2": [-1.0]}, r"stage 1 .* negative"),
         (2, False, {"loss_sum": None}, r"stage 2 .* without a loss"),
+        (1, False, {"abandoned": True}, r"stage 1 \(b, pid 2\) abandoned step 0, and this run abandons none"),
         (1, False, {"step": -1}, r"stage 1 \(b, pid 2\) prepared step -1 while step 0 is due"),
     ],
 )
