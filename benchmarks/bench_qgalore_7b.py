@@ -42,12 +42,12 @@ from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import cover, low_rank_weights
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
+from tahq.models.loss import summed_cross_entropy
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.engine import StepShape
-from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.update import StageUpdate
 

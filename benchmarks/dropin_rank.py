@@ -22,7 +22,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
 from tahq.data.batches import StepBatch
 from tahq.integrations.torch_pipelining import compress
-from tahq.pipeline.gradients import summed_cross_entropy
+from tahq.models.loss import summed_cross_entropy
 from tahq_netem.programs import leave_with_stdin
 from tahq_netem.runtimes.gloo import Boundaries, StepLog, batches_of, join_group, optimizer_of, steps_file
 from tahq_netem.sweep.stage_times import build_stage

@@ -107,3 +107,29 @@ def test_chunks_take_turns_at_their_workspace():
     two = estimated(configured(training=training, pipeline={"schedule": "interleaved", "chunks": 2}), 1)
     assert two.workspace == one.workspace > 0
     assert two.weights == one.weights
+
+
+@pytest.mark.parametrize(
+    ("sections", "chunks"),
+    [
+        ({"data": {"seq_len": 512}}, 1),
+        ({"data": {"seq_len": 2048}}, 4),
+        ({"data": {"seq_len": 2048}, "memory": {"loss_chunks": 2}}, 2),
+        ({"data": {"seq_len": 2048}, "training": {"optimizer": "galore"}}, 1),
+    ],
+)
+def test_loss_is_divided_where_its_logits_are_large_and_a_run_keeps_that(sections, chunks):
+    """2·512·2¹⁷ logits of fp32 are 512 MiB."""
+    config = configured(model={"vocab_size": 2**17}, **sections)
+    spec = resolved_spec(config, None)
+    assert with_memory_choices(config, spec).memory.loss_chunks == chunks
+
+
+def test_loss_in_chunks_takes_the_same_memory_for_more_tokens():
+    values = [
+        {"model": {"vocab_size": 2**17}, "data": {"seq_len": seq_len}, "memory": {"loss_chunks": seq_len // 256}}
+        for seq_len in (512, 1024)
+    ]
+    short, long = (estimated(configured(**each), 3) for each in values)
+    assert short.workspace == long.workspace
+    assert long.activations < 4 * 2 * 1024 * 2**17

@@ -243,6 +243,11 @@ class ClusterConfig(Section):
                 f"memory.agoq.bits lists {len(bits)} stages, pipeline.stages is {self.pipeline.stages}; give one "
                 "number for all stages, or one for each"
             )
+        if (self.memory.loss_chunks or 1) > 1 and self.training.is_low_rank:
+            raise ValueError(
+                f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "
+                "computed in chunks; leave it out or set it to 1"
+            )
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):

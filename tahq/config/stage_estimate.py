@@ -18,6 +18,9 @@ from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.quant import get_codec
 
+MOST_LOGITS_NBYTES = 512 * 2**20
+"""Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open."""
+
 
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
     """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
@@ -45,15 +48,18 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
 
 
 def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Sequence[float] = ()) -> ClusterConfig:
-    """The configuration with what is `auto` under `memory` replaced: gradients by fp32, `agoq.bits` by each stage's.
+    """The configuration with what is open under `memory` replaced: gradients by fp32, `agoq.bits` by each stage's, and
+    `loss_chunks`.
 
     With N micro-batches in flight times their layers at the moment when a stage holds most, a stage's bits are
     4·max N/N, rounded as `memory.agoq.rounding` says (AGoQ Eq. 22, where all stages have as many layers). Those of the
     first schedule: a run keeps its bits. `spare_nbytes`: by stage, memory that 4 bits leave free; empty: not known.
     """
+    chunks = loss_chunks(config, spec, config.training.micro_batch)
+    memory = config.memory.model_copy(update={"loss_chunks": chunks})
     if config.memory.gradients == "auto":
-        memory = config.memory.model_copy(update={"gradients": "fp32"})
-        config = config.model_copy(update={"memory": memory})
+        memory = memory.model_copy(update={"gradients": "fp32"})
+    config = config.model_copy(update={"memory": memory})
     agoq = config.memory.agoq
     if config.memory.activations != "agoq" or agoq.bits != "auto":
         return config
@@ -82,6 +88,16 @@ def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Se
     return with_bits(chosen)
 
 
+def memory_lines(config: ClusterConfig, given: ClusterConfig | None = None) -> Iterator[str]:
+    """What was chosen under `memory`, with the keys; with `given`, only where that left it open."""
+    memory, before = config.memory, given.memory if given is not None else None
+    if memory.activations == "agoq" and (before is None or before.agoq != memory.agoq):
+        bits = " ".join(str(memory.agoq.bits_of(stage)) for stage in range(config.pipeline.stages))
+        yield f"  stored activations in {bits} bits, by stage (memory.agoq.bits)"
+    if (memory.loss_chunks or 1) > 1 and (before is None or before.loss_chunks is None):
+        yield f"  loss of a micro-batch in {memory.loss_chunks} chunks (memory.loss_chunks)"
+
+
 def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
     """Micro-batches in flight during each action of a row, including those that it starts or frees.
 
@@ -106,7 +122,7 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
     """The numbers of a chunk with nothing in flight."""
     training = config.training
     return StepNumbers(
-        shape=micro_batch_shape(config, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
+        shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
@@ -119,7 +135,18 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
     )
 
 
-def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool, stage: int = 0) -> MicroBatchShape:
+def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int:
+    """`memory.loss_chunks`; where it is open, as many as keep the logits of a chunk below `MOST_LOGITS_NBYTES`."""
+    if config.memory.loss_chunks is not None:
+        return config.memory.loss_chunks
+    if config.training.is_low_rank:
+        return 1
+    return -(-4 * micro_batch * config.data.seq_len * spec.vocab_size // MOST_LOGITS_NBYTES)
+
+
+def micro_batch_shape(
+    config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, bf16: bool, stage: int = 0
+) -> MicroBatchShape:
     """The shape of micro-batches of this many samples, and how the configuration computes them on a stage."""
     low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
     return MicroBatchShape(
@@ -132,6 +159,7 @@ def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool, st
         coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
+        loss_chunks=loss_chunks(config, spec, micro_batch),
     )
 
 

@@ -48,6 +48,9 @@ class MemoryConfig(Section):
     gradients: Literal["auto", "fp32", "fp8"] = "auto"
     """What gradients are kept as between micro-batches; `fp8`: in blocks of 128 (AGoQ). `auto`: fp32, unless the
     planner finds that only fp8 fits. A run's config.yaml says what was chosen."""
+    loss_chunks: int | None = Field(default=None, ge=1)
+    """Parts of a micro-batch's tokens whose logits are computed one after the other, with their loss and gradients
+    (LLMQ). None: as many as keep logits below 512 MiB; 1 with low-rank weights. A run's config.yaml has the number."""
     coat: CoatConfig = CoatConfig()
     agoq: AgoqConfig = AgoqConfig()
 

@@ -16,6 +16,7 @@ from tahq.memory.saved_tensors import (
     copied_by_block,
     copied_by_head,
     deferred_by_slice,
+    head_workspace,
     saved_by_block,
     saved_by_slice,
 )
@@ -95,8 +96,8 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       more;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a received gradient (not the last) and
       one to send (not the first), 4·T·C each; n encoded frames;
-    - workspace for one micro-batch: with checkpointing one recomputed block, `saved_by_block`; on the last stage the
-      logits or their gradient, 4·T·V, and 2·T·V more as bf16; with low-rank weights the largest decoded matrix of a
+    - workspace for one micro-batch: with checkpointing one recomputed block, `saved_by_block`; on the last stage
+      `head_workspace`; with low-rank weights the largest decoded matrix of a
       block and its gradient, and with the logits the head's; the largest gradient in fp32 where they are stored.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
@@ -141,8 +142,7 @@ def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
     every = range(blocks.start, blocks.stop)
     again = max(saved_by_block(spec, block, numbers.shape) for block in every) if numbers.checkpoint_blocks else 0
-    element = _FP32 + (numbers.shape.element_nbytes if numbers.shape.bf16 else 0)
-    logits = element * numbers.shape.num_tokens * spec.vocab_size if blocks.last else 0
+    logits = head_workspace(spec, numbers.shape) if blocks.last else 0
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
     head = math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0

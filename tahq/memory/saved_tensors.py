@@ -49,6 +49,7 @@ class MicroBatchShape:
     """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
     copies_weights: bool = True
     copies_head: bool = True
+    loss_chunks: int = 1  # `memory.loss_chunks`
 
     @property
     def num_tokens(self) -> int:
@@ -122,13 +123,28 @@ def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes that final norm, head and loss keep.
 
     The norm's input (RMSNorm: and normalised input) and statistics; its output, a·T·C; log-probabilities in fp32,
-    4·T·V, their labels, 8·T, and their number, 4.
+    4·T·V, their labels, 8·T, and their number, 4. In chunks: the gradient of the norm's output instead, 4·T·C.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
     is_layer_norm = spec.layout.rotary is None
     norm = _FP32 * tokens * ((hidden + 2) if is_layer_norm else (2 * hidden + 1))
+    if shape.loss_chunks > 1:
+        return norm + _FP32 * tokens * hidden
     loss = tokens * (_FP32 * spec.vocab_size + 8) + _FP32
     return norm + shape.element_nbytes * tokens * hidden + loss
+
+
+def head_workspace(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """Bytes of one micro-batch's logits or their gradient, 4·T·V, and 2·T·V more as bf16.
+
+    In chunks: the largest chunk's logits, (a + 12)·T·V (themselves, log-probabilities, and the gradients of both), and
+    its part of the head's gradient, a·C·V.
+    """
+    if shape.loss_chunks > 1:
+        chunk = -(-shape.num_tokens // shape.loss_chunks)
+        element = shape.element_nbytes
+        return spec.vocab_size * ((element + 3 * _FP32) * chunk + element * spec.hidden_size)
+    return (_FP32 + (_BF16 if shape.bf16 else 0)) * shape.num_tokens * spec.vocab_size
 
 
 def _layer_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -242,5 +258,7 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def deferred_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes of the head: its input and the gradient of the logits, a·T·(C + V)."""
+    """Bytes of the head: its input and the gradient of the logits, a·T·(C + V); none where its loss is in chunks."""
+    if shape.loss_chunks > 1:
+        return 0
     return shape.element_nbytes * shape.num_tokens * (spec.hidden_size + spec.vocab_size)

@@ -181,7 +181,7 @@ class _Product(torch.autograd.Function):
         ctx.dtype, ctx.input_dtype, ctx.shape, ctx.copies = dtype, x.dtype, x.shape, shared_copies()
         ctx.recomputation = recomputation
         ctx.save_for_backward(*(kept or ((cast,) if weight.requires_grad else ())))
-        matrix = _cast(weight, dtype, ctx.copies)
+        matrix = cast_weight(weight, dtype, ctx.copies)
         if transposed:
             return F.linear(cast, matrix, None if bias is None else bias.to(dtype))
         assert bias is not None
@@ -208,12 +208,12 @@ class _Product(torch.autograd.Function):
         nothing = (None,) * (5 + (0 if recomputation is None else len(tensors)))
         if not ctx.needs_input_grad[0]:
             return None, *nothing
-        matrix = _cast(weight, dtype, ctx.copies)
+        matrix = cast_weight(weight, dtype, ctx.copies)
         of_input = gradient.mm(matrix if transposed else matrix.t())
         return of_input.view(ctx.shape).to(ctx.input_dtype), *nothing
 
 
-def _cast(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
     """The weight in that dtype, made once if copies are shared."""
     if copies is None or weight.dtype == dtype:
         return weight.to(dtype)
@@ -244,12 +244,15 @@ def after_gradient(holder: Any, call: Callable[[Any], None]) -> None:
         holder.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
-def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient, and call its `on_gradient`, if it has that, as autograd does."""
+def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: bool = True) -> None:
+    """Add to a parameter's gradient, and call its `on_gradient`, if it has that, as autograd does.
+
+    `is_whole` False: more of the same gradient follows, so `on_gradient` is not called yet.
+    """
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)  # of bf16 too: converted as it is read
     on_gradient: Callable[[torch.Tensor], None] | None = getattr(parameter, "on_gradient", None)
-    if on_gradient is not None:
+    if on_gradient is not None and is_whole:
         on_gradient(parameter)

@@ -38,6 +38,7 @@ from tahq.models.keyed_dropout import (
     register_attention,
     window_mask,
 )
+from tahq.models.loss import chunked_cross_entropy, summed_cross_entropy
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.weights import FilledWeight, FolderWeights, one_line
@@ -70,6 +71,7 @@ class ModelSlice(nn.Module):
     `checkpoint_blocks`: keep only each block's input for the backward pass and recompute the rest then; gradients are
     bit-equal, since all randomness is keyed.
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
+    `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     """
 
     def __init__(self, spec: ModelSpec, blocks: BlockRange | Parts, random: RandomContext) -> None:
@@ -78,6 +80,7 @@ class ModelSlice(nn.Module):
         self.parts = Parts.of(blocks)
         self.random = random
         self.checkpoint_blocks = False
+        self.loss_chunks = 1
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
         self._rotary: nn.Module | None = None
@@ -87,7 +90,7 @@ class ModelSlice(nn.Module):
         key_dropout(self, random)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]."""
+        """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`."""
         hidden = self._embed(x) if self.parts.embedding else x
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
@@ -98,8 +101,20 @@ class ModelSlice(nn.Module):
             hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
         if self.parts.head:
             with recording(self.deferred):
-                hidden = self.lm_head(self._part(self.spec.layout.final_norm)(hidden))
+                hidden = self._part(self.spec.layout.final_norm)(hidden)
+                hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
         return hidden
+
+    def loss(self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of an output of the last slice, summed over labelled tokens.
+
+        Returns:
+            It over `divisor`, for `backward`; and it itself, without a graph.
+        """
+        if self.loss_chunks > 1:
+            return chunked_cross_entropy(y, self.lm_head.weight, labels, self.loss_chunks, divisor)
+        summed = summed_cross_entropy(y, labels)
+        return summed / divisor, summed.detach()
 
     def attend_by(self, name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
         """Make the blocks compute attention by a function like `keyed_attention`."""

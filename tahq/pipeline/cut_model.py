@@ -22,9 +22,10 @@ from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import StepBatch
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_gradients import scale_gradients
+from tahq.models.loss import summed_cross_entropy
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
-from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, summed_cross_entropy
+from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 

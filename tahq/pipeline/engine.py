@@ -14,6 +14,7 @@ Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabula
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +30,7 @@ from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.boundary import Boundary
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
 from tahq.pipeline.gradient_sum import GradientSum
-from tahq.pipeline.gradients import TiedEmbedding, gradient_scale, summed_cross_entropy
+from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.spans import Stopwatch
 
@@ -43,17 +44,25 @@ class Chunk:
     outgoing: Boundary | None
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
-        """Tokens [B, S] or activations [B, S, C] -> logits [B, S, V], or activations in fp32 where they cross a cut.
+        """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations in fp32 where they cross a cut.
 
         With `bf16` the module computes under autocast.
         """
         y: torch.Tensor
-        if bf16:
-            with torch.autocast(x.device.type, torch.bfloat16):
-                y = self.module(x)
-        else:
+        with _autocast(x, bf16):
             y = self.module(x)
         return y if self.outgoing is None else y.float()
+
+    def loss(
+        self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, *, bf16: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ModelSlice.loss`."""
+        with _autocast(y, bf16):
+            return self.module.loss(y, labels, divisor)
+
+
+def _autocast(x: torch.Tensor, bf16: bool) -> AbstractContextManager[object]:
+    return torch.autocast(x.device.type, torch.bfloat16) if bf16 else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +257,7 @@ class StageEngine:
         with self.stopwatch.measure("forward", action):
             y = chunk.compute(x, bf16=self.bf16)
             if chunk.outgoing is None:
-                y = self._loss(step, y, number)
+                y = self._loss(step, chunk, y, number)
         step.in_flight[key] = (x, y)
         self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach())
 
@@ -260,13 +269,14 @@ class StageEngine:
             return torch.empty(0)
         return x
 
-    def _loss(self, step: _Step, logits: torch.Tensor, number: int) -> torch.Tensor:
+    def _loss(self, step: _Step, chunk: Chunk, y: torch.Tensor, number: int) -> torch.Tensor:
         """The part of the step's mean loss of its micro-batch `number`, times the gradient scale."""
         batch = _given(step.batch)
-        _, labels = batch.micro_batch(number)
-        loss = summed_cross_entropy(logits, labels.to(self.device, non_blocking=True))
-        step.losses.append(loss.detach())
-        return loss / (max(batch.num_tokens, 1) / self.shape.gradient_scale)
+        labels = batch.micro_batch(number)[1].to(self.device, non_blocking=True)
+        divisor = max(batch.num_tokens, 1) / self.shape.gradient_scale
+        loss, summed = chunk.loss(y, labels, divisor, bf16=self.bf16)
+        step.losses.append(summed)
+        return loss
 
     def _backward(self, step: _Step, action: Action) -> None:
         chunk = self.chunks[action.chunk]
@@ -369,7 +379,7 @@ class StageEngine:
                 chunk.outgoing.send(chunk.outgoing.name(step, purpose, index, Direction.FORWARD), y)
             else:
                 labels = _given(batch).micro_batch(micro_batch)[1].to(self.device)
-                loss = float(summed_cross_entropy(y, labels))
+                loss = float(chunk.loss(y, labels, bf16=self.bf16)[1])
         return loss
 
 

@@ -1,6 +1,6 @@
-"""Loss, gradient scale, norms and tied gradients, which do not depend on how a step is divided.
+"""Gradient scale, norms and tied gradients, which do not depend on how a step is divided.
 
-The loss of a micro-batch is a sum. Each parameter's squared norm is taken alone, in fp64; sums over parameters use
+Each parameter's squared norm is taken alone, in fp64; sums over parameters use
 `math.fsum`, which is exact and therefore independent of the order.
 """
 
@@ -8,32 +8,10 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch.nn import functional
 
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.memory.agoq.stored_gradients import HoldsGradient, gradient_of, replace_gradient
 from tahq.pipeline.boundary import Boundary
-
-IGNORED_LABEL = -100
-
-
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum over the labelled tokens of −log softmax(logits)[label], in nats, computed in fp32.
-
-    The caller divides by the token count of the whole step, which it knows beforehand; a mean of micro-batch means
-    would weigh tokens by how many others share their micro-batch.
-
-    Args:
-        logits: [B, S, V], any float dtype.
-        labels: [B, S] int64; `IGNORED_LABEL` where there is no loss. Already shifted: labels[b, s]
-            is what logits[b, s] should predict.
-
-    Returns:
-        A scalar fp32 tensor.
-    """
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
 
 
 def gradient_scale(num_tokens: int) -> float:

@@ -16,7 +16,7 @@ from tahq.comm.control.messages import Assign, Hello, Plan
 from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import chunks_of, stage_estimate
+from tahq.config.stage_estimate import chunks_of, loss_chunks, stage_estimate
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
@@ -133,13 +133,16 @@ def _slice(
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 
-def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int) -> None:
-    """Make a stage's slice keep the activations that `training.activation_checkpointing` and `memory.activations` say.
+def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
+    """Make a stage's slice keep what `training.activation_checkpointing` and `memory` say of a micro-batch.
+
+    `micro_batch`: its samples; None: as configured.
 
     Raises:
         ModelError: `memory.activations` has no code for the model's blocks.
     """
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+    module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
     elif config.memory.activations == "agoq":

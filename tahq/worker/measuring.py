@@ -29,7 +29,6 @@ from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE
-from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.plan.cluster_numbers import LayerTimes
 from tahq.plan.measure.meter import Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
@@ -308,7 +307,7 @@ class ComputeMeasurement:
             Exception: torch's, where it does not fit (`is_out_of_memory`).
         """
         # the most that a block keeps, or its fp32 input where blocks are computed again
-        shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16, stage=self._stage)
+        shape = micro_batch_shape(self._config, self._spec, micro_batch, bf16=self._bf16, stage=self._stage)
         activations = 4 * shape.num_tokens * self._spec.hidden_size
         if self._config.training.activation_checkpointing != "block":
             activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
@@ -348,7 +347,7 @@ class ComputeMeasurement:
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
         model = build_slice(self._spec, parts, seed=0, device=self._device, random=RandomContext(0), weights=False)
-        keep_as_configured(self._config, model, self._stage)
+        keep_as_configured(self._config, model, self._stage, micro_batch)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
@@ -368,8 +367,8 @@ class ComputeMeasurement:
         def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
                 y = model(x)
-            if model.parts.head:
-                return summed_cross_entropy(y, labels), None
+                if model.parts.head:
+                    return model.loss(y, labels)[0], None
             return y, torch.ones_like(y)
 
         def lap() -> tuple[float, ...]:

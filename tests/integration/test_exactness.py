@@ -1,6 +1,7 @@
 """Real workers compute what a plain loop computes, to the bit: losses, norms and final weights."""
 
 import pytest
+import torch
 from support.exactness import assert_equal_to_the_bit, plain
 from support.plain_loop import PlainRun
 from support.runs import launch, overrides, tiny, train
@@ -53,6 +54,24 @@ def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
         pipeline={"stages": 2},
     )
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("gradients", ["fp32", "fp8"])
+def test_loss_in_chunks_does_not_depend_on_stages_or_schedule(tmp_path, uncut, gradients):
+    runs = []
+    for pipeline in ({"stages": 1, "schedule": "gpipe"}, {"stages": 3, "schedule": "zero-bubble"}):
+        folder = tmp_path / pipeline["schedule"]
+        folder.mkdir()
+        config = tiny(pipeline=pipeline, memory={"loss_chunks": 3, "gradients": gradients}, training={"eval_every": 2})
+        runs.append(train(folder, config))
+    one, other = runs
+    assert one.losses == other.losses
+    assert [row.get("validation") for row in one.metrics] == [row.get("validation") for row in other.metrics]
+    weights = one.weights, other.weights
+    assert [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])] == []
+    assert one.losses == pytest.approx(uncut.losses, rel=1e-5 if gradients == "fp32" else 0.01)
+    assert one.losses != uncut.losses
 
 
 COAT = {"model": {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}, "memory": {"activations": "coat"}}

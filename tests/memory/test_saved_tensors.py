@@ -25,7 +25,6 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, sharing_copies_of
-from tahq.pipeline.gradients import summed_cross_entropy
 
 # With the pinned torch and transformers the counts are equal to the byte; another release may
 # save a mask or a statistic more, none of which is as large as 1 % of a block.
@@ -39,7 +38,7 @@ def run_forward(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> tuple[
     x = tokens if blocks.first else torch.randn(*shape, module.spec.hidden_size).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         y = module(x)
-    return x, summed_cross_entropy(y, tokens.clone()) / 7 if blocks.last else y.float()
+        return x, module.loss(y, tokens.clone(), 7.0)[0] if blocks.last else y.float()
 
 
 def measured_nbytes(
@@ -141,6 +140,15 @@ def agoq_shape(bf16: bool, config: AgoqConfig) -> MicroBatchShape:
 def test_count_covers_stored_inputs(family, keys, bits, blocks, stored, bf16):
     spec, config = make_spec(family, **keys), AgoqConfig(bits=bits, stored=stored)
     check_count(spec, blocks, agoq_shape(bf16, config), make_slice(spec, config, blocks=blocks))
+
+
+@every_type
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_count_covers_a_loss_in_chunks(family, bf16):
+    spec, blocks = make_spec(family), BlockRange(1, 3, 3)
+    module = make_slice(spec, blocks=blocks)
+    module.loss_chunks = 3
+    check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, loss_chunks=3), module)
 
 
 @every_type

@@ -13,11 +13,11 @@ from tahq.data.tokenizer import load_tokenizer
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import shared_copies
 from tahq.models.keyed_dropout import RandomContext
+from tahq.models.loss import summed_cross_entropy
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape, held_up_by_depth
-from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 

@@ -9,11 +9,10 @@ from torch.nn import Parameter
 
 from tahq.data.batches import StepBatch
 from tahq.memory.agoq.stored_gradients import scale_gradients
+from tahq.models.loss import IGNORED_LABEL, summed_cross_entropy
 from tahq.pipeline.gradients import (
-    IGNORED_LABEL,
     TiedEmbedding,
     squared_norms,
-    summed_cross_entropy,
 )
 from tahq.pipeline.stage import MAX_KEPT_BATCHES, keep_batch
 

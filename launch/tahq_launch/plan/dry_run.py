@@ -15,7 +15,7 @@ import torch
 from tahq.comm.link.frame import Direction
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import chunks_of, stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import chunks_of, memory_lines, stage_estimate, with_memory_choices
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -112,9 +112,7 @@ class _DryRun:
             "Peak memory (estimated from sizes; Python, torch, data and fragmentation add to it)",
             plain_table(["stage", "in flight", *self.memory[0].kinds(), "total"], rows),
         ]
-        if self.config.memory.activations == "agoq":
-            bits = " ".join(str(self.config.memory.agoq.bits_of(stage)) for stage in self.stages)
-            lines.append(f"  stored activations in {bits} bits, by stage (memory.agoq.bits)")
+        lines += memory_lines(self.config)
         if self.config.run.snapshot_every is not None:
             lines.append(self._checkpoint_buffers())
         return "\n".join([*lines, *self._too_large()])

@@ -26,7 +26,7 @@ import torch
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
-from tahq.config.stage_estimate import with_memory_choices
+from tahq.config.stage_estimate import memory_lines, with_memory_choices
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
@@ -456,9 +456,7 @@ def _lines(
         yield f"  {chosen.first} go first on an uplink (links.first)"
     if given.memory.gradients != final.memory.gradients == "fp8":
         yield "  gradients in 8 bits: in fp32 no plan fits (memory.gradients)"
-    if given.memory.agoq != final.memory.agoq:
-        bits = " ".join(str(final.memory.agoq.bits_of(stage)) for stage in range(chosen.num_stages))
-        yield f"  stored activations in {bits} bits, by stage (memory.agoq.bits)"
+    yield from memory_lines(final, given)
     if problem.has_choice_of_codecs and chosen.activations:
         codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"

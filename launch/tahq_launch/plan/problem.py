@@ -17,6 +17,7 @@ from tahq.memory.saved_tensors import (
     copied_by_head,
     deferred_by_block,
     deferred_by_head,
+    head_workspace,
     rotary_tables,
     saved_by_block,
     saved_by_embedding,
@@ -146,7 +147,7 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
     bf16 = _computes_bf16(config)
     keeps_copies = config.training.activation_checkpointing == "none" and bf16
     numbers = StepNumbers(
-        shape=micro_batch_shape(config, 1, bf16=keeps_copies),
+        shape=micro_batch_shape(config, spec, 1, bf16=keeps_copies),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         checkpoint_blocks=False,
@@ -176,11 +177,10 @@ def _decoded_elements(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]
 
 
 def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_backward: bool) -> HeldBytes:
-    shape = micro_batch_shape(config, micro_batch, bf16=_computes_bf16(config))
+    shape = micro_batch_shape(config, spec, micro_batch, bf16=_computes_bf16(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     recomputes = config.training.activation_checkpointing == "block"
-    element = _FP32 + (shape.element_nbytes if shape.bf16 else 0)
     largest, head = _decoded_elements(config, spec)
     matrix = 2 * shape.element_nbytes  # decoded, and its gradient
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
@@ -196,7 +196,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         last_put_off=max(0, deferred[1] - head_kept),
         stage=rotary_tables(spec, shape),
         tensor=tensor,
-        workspace=element * shape.num_tokens * spec.vocab_size + matrix * head + gradient,
+        workspace=head_workspace(spec, shape) + matrix * head + gradient,
         again=(saved + copied_by_block(spec, shape) if recomputes else 0) + matrix * largest + gradient,
     )
 

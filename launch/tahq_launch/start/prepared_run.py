@@ -324,6 +324,8 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         _keep_division(values, old, given)
     if given.memory.gradients == "auto":
         values["memory"]["gradients"] = old.get("memory", {}).get("gradients", "auto")
+    if given.memory.loss_chunks is None:
+        values["memory"]["loss_chunks"] = old.get("memory", {}).get("loss_chunks", 1)
     if given.memory.agoq.bits == "auto" and values["pipeline"]["stages"] == old.get("pipeline", {}).get("stages"):
         values["memory"]["agoq"] |= {"bits": old.get("memory", {}).get("agoq", {}).get("bits", "auto")}
     for name, keys in (("training", ("micro_batch",)), ("wire", ("activations", "gradients"))):

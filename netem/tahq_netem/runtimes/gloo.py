@@ -29,8 +29,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json, config_json
 from tahq.data.batches import BatchSource
+from tahq.models.loss import summed_cross_entropy
 from tahq.models.slice import ModelSlice
-from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.quant.spec import CodecSpec
 from tahq.worker.assembly import StageData, compute_device, computes_in_bf16
 from tahq_netem.programs import leave_with_stdin, module_argv

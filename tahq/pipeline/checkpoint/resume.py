@@ -316,6 +316,14 @@ RULES: Mapping[str, KeyRule] = {
         "gradients are rounded differently",
         (lambda old, new: "fp8" not in {_get(old, "memory.gradients"), _get(new, "memory.gradients")}, "both are fp32"),
     ),
+    "memory.loss_chunks": KeyRule(
+        Verdict.INEXACT,
+        "the head's gradient is summed in other parts",
+        (
+            lambda old, new: {_get(old, "memory.loss_chunks"), _get(new, "memory.loss_chunks")} <= {None, 1},
+            "it is whole",
+        ),
+    ),
     "memory.agoq": KeyRule(Verdict.INEXACT, "stored activations are rounded differently", _IS_NOT_AGOQ),
     "memory.agoq.rounding": KeyRule(Verdict.EXACT, "a resumed run keeps its bits"),
     "wire": KeyRule(

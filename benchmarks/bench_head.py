@@ -1,0 +1,126 @@
+"""Head and loss of one micro-batch in chunks: peak memory and time.
+
+    python benchmarks/bench_head.py [--output benchmarks/results/head_<hardware>_<yyyymm>.md]
+    python benchmarks/bench_head.py --device cuda --dtype bf16 --hidden 4096 --tokens 2048 8192 32768
+
+Forward and backward of `ModelSlice.loss` from the output of the final norm, with a vocabulary of 128k, whole and in
+chunks of `--chunk` tokens. *Peak*: bytes above those of weight, its gradient and hidden states; on a CPU of the process
+(VmHWM), on a GPU the allocator's. Repetitions of both in turn; times are medians. With `--liger` also Liger-Kernel's
+fused linear cross-entropy, if it is installed.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from harness import Table, main, milliseconds, need_gpu
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from tahq.models.loss import chunked_cross_entropy, summed_cross_entropy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Loss = Callable[[torch.Tensor, Parameter, torch.Tensor], torch.Tensor]
+
+
+def whole(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
+    """All logits at once."""
+    return summed_cross_entropy(F.linear(hidden, weight), labels)
+
+
+def in_chunks(tokens: int) -> Loss:
+    """So many tokens at a time."""
+
+    def loss(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
+        return chunked_cross_entropy(hidden, weight, labels, -(-labels.numel() // tokens))[0]
+
+    return loss
+
+
+def liger(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
+    """Liger-Kernel's; its chunks are its own."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(torch.bfloat16)
+    found = LigerFusedLinearCrossEntropyFunction.apply(
+        rows, weight, labels.flatten(), None, None, -100, 0.0, 0.0, "sum"
+    )
+    return found[0] if isinstance(found, tuple) else found
+
+
+def peak_nbytes(work: Callable[[], object], device: torch.device) -> int:
+    """What it takes above what is there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return int(torch.cuda.max_memory_allocated() - before)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = _status_nbytes("VmRSS")
+    work()
+    return _status_nbytes("VmHWM") - before
+
+
+def _status_nbytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def rows(options: argparse.Namespace) -> Iterator[list[str]]:
+    """One row per number of tokens."""
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    draw = torch.Generator(device).manual_seed(0)
+    weight = Parameter(torch.randn(options.vocab, options.hidden, generator=draw, device=device) / 64)
+    weight.grad = torch.zeros_like(weight)
+    losses: dict[str, Loss] = {"whole": whole, "chunks": in_chunks(options.chunk)}
+    if options.liger:
+        losses["liger"] = liger
+    for tokens in options.tokens:
+        hidden = torch.randn(1, tokens, options.hidden, generator=draw, device=device).requires_grad_()
+        labels = torch.randint(options.vocab, (1, tokens), generator=draw, device=device)
+
+        def work(loss: Loss, hidden: torch.Tensor = hidden, labels: torch.Tensor = labels) -> None:
+            hidden.grad = None
+            with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
+                y = loss(hidden, weight, labels)
+            y.backward()
+
+        times: dict[str, list[float]] = {name: [] for name in losses}
+        peaks = {name: peak_nbytes(lambda loss=loss: work(loss), device) for name, loss in losses.items()}
+        for _ in range(options.repeats):
+            for name, loss in losses.items():
+                times[name].append(milliseconds(lambda loss=loss: work(loss), device))
+        first_ms = statistics.median(times["whole"])
+        cells = [f"{tokens:,}"]
+        for name in losses:
+            ms = statistics.median(times[name])
+            cells += [f"{peaks[name] / 2**20:,.0f}", f"{ms:,.1f}", f"{first_ms / ms:.2f}"]
+        yield cells
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    need_gpu(options.device)
+    names = ["whole", f"chunks of {options.chunk:,}", *(["Liger"] if options.liger else [])]
+    columns = [column for name in names for column in (f"{name}: peak MiB", "ms", "speed")]
+    heading = f"Hidden size {options.hidden:,}, vocabulary {options.vocab:,}, {options.dtype}"
+    yield Table(("tokens", *columns), rows(options), heading=heading)
+
+
+if __name__ == "__main__":
+    main(
+        __doc__,
+        tables,
+        {
+            "--device": {"default": "cpu", "help": "cpu or cuda"},
+            "--dtype": {"choices": sorted(DTYPES), "default": "fp32", "help": "of the products"},
+            "--hidden": {"type": int, "default": 512, "help": "channels"},
+            "--vocab": {"type": int, "default": 128 * 1024, "help": "rows of the head"},
+            "--tokens": {"type": int, "nargs": "+", "default": [512, 1024, 2048, 4096], "help": "of a micro-batch"},
+            "--chunk": {"type": int, "default": 512, "help": "tokens of a chunk"},
+            "--liger": {"action": "store_true", "help": "compare with Liger-Kernel"},
+        },
+        repeats=3,
+    )
