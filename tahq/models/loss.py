@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from tahq.models.deferred_gradients import accumulate, cast_weight, product_dtype, shared_copies
@@ -34,7 +33,7 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor, num_chunks: int, divisor: float = 1.0
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_chunks: int, divisor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of hidden·weightᵀ, of which only the logits of one chunk of tokens exist at a time.
 
@@ -64,7 +63,7 @@ def chunked_cross_entropy(
 def _chunks(hidden: torch.Tensor, labels: torch.Tensor, num_chunks: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
     size = -(-len(rows) // num_chunks)
-    return zip(rows.split(size), flat.split(size), strict=True)
+    return zip(torch.split(rows, size), torch.split(flat, size), strict=True)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -72,12 +71,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: nn.Parameter, labels: torch.Tensor, num_chunks: int, divisor: float
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_chunks: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, summed = product_dtype(hidden), torch.zeros((), device=hidden.device)
         matrix, parts = cast_weight(weight, dtype, shared_copies()), list(_chunks(hidden, labels, num_chunks))
         of_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        targets = of_hidden.view(-1, hidden.shape[-1]).split(len(parts[0][0]))
+        targets = torch.split(of_hidden.view(-1, hidden.shape[-1]), len(parts[0][0]))
         for number, ((part, of_part), target) in enumerate(zip(parts, targets, strict=True), start=1):
             rows = part.to(dtype)
             logits = F.linear(rows, matrix).requires_grad_()

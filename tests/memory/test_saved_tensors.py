@@ -148,7 +148,12 @@ def test_count_covers_a_loss_in_chunks(family, bf16):
     spec, blocks = make_spec(family), BlockRange(1, 3, 3)
     module = make_slice(spec, blocks=blocks)
     module.loss_chunks = 3
-    check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, loss_chunks=3), module)
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, loss_chunks=3)
+    own, shared = measured_nbytes(spec, blocks, bf16=bf16, module=module)
+    # saved and freed within the forward: log-probabilities, labels, and the number of these in each chunk
+    meanwhile = shape.num_tokens * (4 * VOCAB + 8) + 3 * 4
+    assert saved_by_slice(spec, blocks, shape, checkpoint_blocks=False) + meanwhile == own
+    assert counted_copies(spec, blocks, shape) == shared
 
 
 @every_type
