@@ -8,6 +8,7 @@ first entry: what only times, acknowledges or watches is left out, because it se
 """
 
 import dataclasses
+import os
 import sys
 import threading
 from pathlib import Path
@@ -102,6 +103,12 @@ def record(frame, event: str, returned: object) -> None:
                 functions.append(frame.f_code.co_name)
 
 
+def give_up(error: threading.ExceptHookArgs) -> None:
+    """End the program at an error in a thread, for which the other would wait."""
+    threading.__excepthook__(error)
+    os._exit(1)
+
+
 def run_stage(stage: int, endpoint: ZmqEndpoint, dial: str) -> None:
     """Two steps; the second is recorded."""
     transport = endpoint.open_link(0, 1 - stage, "neighbour", dial)
@@ -128,6 +135,7 @@ def run_stage(stage: int, endpoint: ZmqEndpoint, dial: str) -> None:
 def main() -> None:
     """Run the two stages and print the files."""
     torch.set_num_threads(1)
+    threading.excepthook = give_up
     threading.setprofile(record)
     sys.setprofile(record)
     endpoints = [

@@ -26,6 +26,7 @@ from harness import Table, launch, main
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
+from tahq.models.slice import ModelSlice
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
 from tahq.pipeline.codec_lanes import ThreadedLanes
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
@@ -50,7 +51,9 @@ START = {
 class Multiplication(torch.nn.Module):
     """The least that a stage can compute and still have a gradient to send."""
 
-    checkpoint_blocks = False  # a ModelSlice says so
+    # as of a ModelSlice
+    checkpoint_blocks, loss_chunks = False, 1
+    loss = ModelSlice.loss
 
     def __init__(self) -> None:
         super().__init__()

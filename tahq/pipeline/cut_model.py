@@ -22,7 +22,6 @@ from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import StepBatch
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_gradients import scale_gradients
-from tahq.models.loss import summed_cross_entropy
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
 from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
@@ -130,16 +129,21 @@ class CutModel:
             parameter.grad = None
         for index in range(len(batch.sample_ids) // batch.micro_batch_size):
             tokens, labels = (tensor.to(self._device) for tensor in batch.micro_batch(index))
-            loss = summed_cross_entropy(self._logits(tokens, step, index, codecs), labels)
-            (loss / (num_tokens / scale)).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            y = self._output(tokens, step, index, codecs)
+            with self._autocast():
+                loss, summed = self._slices[-1].loss(y, labels, num_tokens / scale)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(summed)
         scale_gradients(self.parameters.values(), 1 / scale)
         if self.tied is not None:
             self.tied.exchange(step)
         return math.fsum(torch.stack(losses).tolist()) / num_tokens
 
-    def _logits(self, tokens: torch.Tensor, step: int, micro_batch: int, codecs: CodecPair) -> torch.Tensor:
-        """[B, S, V] of tokens [B, S]."""
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
+
+    def _output(self, tokens: torch.Tensor, step: int, micro_batch: int, codecs: CodecPair) -> torch.Tensor:
+        """Of tokens [B, S], what the last slice's `loss` takes."""
         x = tokens
         for stage, part in enumerate(self._slices):
             part.train()
@@ -148,7 +152,7 @@ class CutModel:
                 names = CutIdentity(run=0, seed=self._seed, cut=stage - 1)
                 ids = [names.name(step, Purpose.TRAIN, micro_batch, direction) for direction in Direction]
                 x = CodecCut.apply(x.float(), codecs, [codec_key(id, self._seed) for id in ids])  # type: ignore[no-untyped-call]
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+            with self._autocast():
                 x = part(x)
         return x
 

@@ -34,9 +34,11 @@ class StageTimes:
 
 
 def build_stage(config: ClusterConfig, stage: int, device: torch.device) -> ModelSlice:
-    """A stage's module with its weights; `config` has the vocabulary's size."""
+    """A stage's module with its weights, whose output are all logits; `config` has the vocabulary's size."""
     spec = resolved_spec(config, config.model.vocab_size)
-    return chunk_module(config, spec, stage, device=device, random=RandomContext(config.run.seed))
+    module = chunk_module(config, spec, stage, device=device, random=RandomContext(config.run.seed))
+    module.loss_chunks = 1
+    return module
 
 
 def calibrate(config: ClusterConfig) -> StageTimes:
