@@ -223,6 +223,7 @@ def test_worker_whose_memory_is_full_ends_with_status_4_and_figures(tmp_path):
         data={"seq_len": 512},
         training={"global_batch": 8, "micro_batch": 8, "steps": 2},
         pipeline={"stages": 2},
+        memory={"loss_chunks": 1},
     )
     write_config(tmp_path, made)
     coordinator = start(tmp_path, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
