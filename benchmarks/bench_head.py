@@ -5,8 +5,7 @@
 
 Forward and backward of `ModelSlice.loss` from the output of the final norm, with a vocabulary of 128k, whole and in
 chunks of `--chunk` tokens. *Peak*: bytes above those of weight, its gradient and hidden states; on a CPU of the process
-(VmHWM), on a GPU the allocator's. Repetitions of both in turn; times are medians. With `--liger` also Liger-Kernel's
-fused linear cross-entropy, if it is installed.
+(VmHWM), on a GPU the allocator's. Repetitions of both in turn; times are medians.
 """
 
 import argparse
@@ -39,17 +38,6 @@ def in_chunks(tokens: int) -> Loss:
     return loss
 
 
-def liger(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
-    """Liger-Kernel's; its chunks are its own."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(torch.bfloat16)
-    found = LigerFusedLinearCrossEntropyFunction.apply(
-        rows, weight, labels.flatten(), None, None, -100, 0.0, 0.0, "sum"
-    )
-    return found[0] if isinstance(found, tuple) else found
-
-
 def peak_nbytes(work: Callable[[], object], device: torch.device) -> int:
     """What it takes above what is there before."""
     if device.type == "cuda":
@@ -76,8 +64,6 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
     weight = Parameter(torch.randn(options.vocab, options.hidden, generator=draw, device=device) / 64)
     weight.grad = torch.zeros_like(weight)
     losses: dict[str, Loss] = {"whole": whole, "chunks": in_chunks(options.chunk)}
-    if options.liger:
-        losses["liger"] = liger
     for tokens in options.tokens:
         hidden = torch.randn(1, tokens, options.hidden, generator=draw, device=device).requires_grad_()
         labels = torch.randint(options.vocab, (1, tokens), generator=draw, device=device)
@@ -103,7 +89,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     need_gpu(options.device)
-    names = ["whole", f"chunks of {options.chunk:,}", *(["Liger"] if options.liger else [])]
+    names = ["whole", f"chunks of {options.chunk:,}"]
     columns = [column for name in names for column in (f"{name}: peak MiB", "ms", "speed")]
     heading = f"Hidden size {options.hidden:,}, vocabulary {options.vocab:,}, {options.dtype}"
     yield Table(("tokens", *columns), rows(options), heading=heading)
@@ -120,7 +106,6 @@ if __name__ == "__main__":
             "--vocab": {"type": int, "default": 128 * 1024, "help": "rows of the head"},
             "--tokens": {"type": int, "nargs": "+", "default": [512, 1024, 2048, 4096], "help": "of a micro-batch"},
             "--chunk": {"type": int, "default": 512, "help": "tokens of a chunk"},
-            "--liger": {"action": "store_true", "help": "compare with Liger-Kernel"},
         },
         repeats=3,
     )

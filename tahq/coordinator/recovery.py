@@ -161,6 +161,35 @@ def _why(run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
     return "".join(f"; {words}" for seat in seats for words in seat.degraded.values()) + files
 
 
+# -- going on without a replica --------------------------------------------------------------------
+
+
+def left_out(options: CoordinatorOptions, run: RunState, seats: Seats, now_s: float) -> frozenset[int]:
+    """The lost stages without which the run goes on from now, abandoning its current step; empty: it does not.
+
+    That is when one of them was lost `replicas_wait_s` ago and another replica is complete; once the step is abandoned,
+    whenever another stage is lost. An evaluation is never abandoned.
+    """
+    wait_s = options.replicas_wait_s
+    if wait_s is None or run.phase is not RunPhase.TRAINING or run.evaluating is not None:
+        return frozenset()
+    lost = {seat.stage: seat.lost_since_s for seat in seats if seat.lost_since_s is not None}
+    if run.abandoned_for:
+        return frozenset() if lost.keys() <= run.abandoned_for else frozenset(lost)
+    is_late = any(now_s - wait_s >= lost[stage] for stage in lost if seats.replica(seats[stage]) in seats.computing)
+    can_go_on = not set(seats.computing).isdisjoint(seats.whole)
+    return frozenset(lost) if is_late and can_go_on else frozenset()
+
+
+def awaited(run: RunState, seats: Seats) -> list[Seat]:
+    """The stages whose PREPARE the current step waits for: not lost ones that it goes on without."""
+    return [
+        seat
+        for seat in seats
+        if seat.lost_since_s is None or (seats.replica(seat) in seats.computing and not run.abandoned_for)
+    ]
+
+
 # -- coming back -----------------------------------------------------------------------------------
 
 

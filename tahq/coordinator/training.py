@@ -184,34 +184,25 @@ class Training:
 
     def go_on_without_lost(self) -> None:
         """Abandon the current step if a worker was lost long ago, and there is a replica that can go on."""
-        ctx, run, seats, wait_s = self._ctx, self._run, self._seats, self._ctx.options.replicas_wait_s
-        if wait_s is None or run.phase is not RunPhase.TRAINING or run.evaluating is not None:
-            return
-        lost = {seat.stage: seat.lost_since_s for seat in seats if seat.lost_since_s is not None}
-        missed = [stage for stage in lost if seats.replica(seats[stage]) in seats.computing]
-        can_go_on = not set(seats.computing).isdisjoint(seats.whole)
-        is_late = any(lost[stage] <= ctx.clock() - wait_s for stage in missed)
-        if lost.keys() <= run.abandoned_for or not (run.abandoned_for or (is_late and can_go_on)):
+        ctx, run, seats = self._ctx, self._run, self._seats
+        lost = recovery.left_out(ctx.options, run, seats, ctx.clock())
+        if not lost:
             return
         if not run.abandoned_for:
-            whose = f"{stage_list(missed)} lost for {wait_s:g} s"
+            missed = stage_list(stage for stage in sorted(lost) if seats.replica(seats[stage]) in seats.computing)
+            whose = f"{missed} lost for {ctx.options.replicas_wait_s:g} s"
             ctx.warn(f"{whose}: step {run.step + 1} is skipped, and replicas without lost workers go on")
-        run.abandoned_for = frozenset(lost)
+        run.abandoned_for = lost
         for seat in seats:
             links = [ends.link for ends, other in recovery.links_of(ctx.options, seat.stage) if other in lost]
             ctx.send(seat, Abandon(run.step, links))
         self._commit_if_prepared()
 
     def _commit_if_prepared(self) -> None:
-        """Decide the step if all that must have prepared it: not lost stages that it goes on without."""
-        seats, is_abandoned = self._seats, bool(self._run.abandoned_for)
-        awaited = [
-            seat
-            for seat in seats
-            if seat.lost_since_s is None or (seats.replica(seat) in seats.computing and not is_abandoned)
-        ]
+        """Decide the step if all that it waits for have prepared it."""
+        awaited = recovery.awaited(self._run, self._seats)
         if awaited and all(seat.prepared is not None for seat in awaited):
-            self._commit([seat.prepared for seat in seats if seat.prepared is not None])
+            self._commit([seat.prepared for seat in self._seats if seat.prepared is not None])
 
     def _commit(self, prepares: list[Prepare]) -> None:
         ctx, run, options = self._ctx, self._run, self._ctx.options

@@ -55,7 +55,7 @@ class InlineLanes:
         self._is_finite = True
 
     def take(self) -> torch.Tensor | None:
-        """The next tensor, or None if its sender has abandoned the step; raises the errors of receiving and sending."""
+        """Return the next tensor, or None if its sender has abandoned the step; raises errors of the links."""
         receive = self._receives.pop()
         try:
             return receive.boundary.receive(receive.id, receive.sample_ids, receive.waiting)
@@ -102,7 +102,7 @@ class ThreadedLanes:
         self._steps.put(receives)
 
     def take(self) -> torch.Tensor | None:
-        """The next tensor, as soon as it is decoded; see `InlineLanes.take`."""
+        """Return the next tensor once it is decoded; see `InlineLanes.take`."""
         begin_s = time.monotonic()
         decoded = self._ready.get()
         if isinstance(decoded, BaseException):

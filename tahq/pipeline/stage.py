@@ -121,13 +121,7 @@ class Stage:
             stores_gradients=plan.stores_gradients,
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
-        self._codec_ends: list[CodecEnd] = []
-        for chunk in chunks.values():
-            blocks = chunk.module.parts.blocks
-            if chunk.incoming is not None:
-                self._codec_ends += chunk.incoming.codec_ends(blocks.start, is_incoming=True)
-            if chunk.outgoing is not None:
-                self._codec_ends += chunk.outgoing.codec_ends(blocks.stop, is_incoming=False)
+        self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
         if cache_folder is not None:
             for end in self._codec_ends:
                 end.codec.keep_in(cache_folder)
@@ -306,6 +300,16 @@ class Stage:
         boundary = self._boundary(ends, pipeline.num_chunks - 1) if ends is not None else None
         embedding = holders.get(self._module.spec.layout.embedding_weight)
         return TiedEmbedding(embedding, holders.get(HEAD_WEIGHT), boundary)
+
+
+def _codec_ends(chunk: Chunk) -> list[CodecEnd]:
+    """The ends of codecs that remember samples, on the cuts around a chunk."""
+    blocks, ends = chunk.module.parts.blocks, list[CodecEnd]()
+    if chunk.incoming is not None:
+        ends += chunk.incoming.codec_ends(blocks.start, is_incoming=True)
+    if chunk.outgoing is not None:
+        ends += chunk.outgoing.codec_ends(blocks.stop, is_incoming=False)
+    return ends
 
 
 def keep_batch(folder: Path, step: int, batch: StepBatch) -> Path:

@@ -82,6 +82,18 @@ def test_killed_worker_of_a_replica_loses_nothing(tmp_path, monkeypatch, fault):
     assert_same_run(run, calm)
 
 
+@pytest.mark.acceptance
+def test_head_whose_loss_is_in_chunks_is_summed_whole(tmp_path):
+    """Its gradient is complete before the last backward begins."""
+    memory, runs = {"loss_chunks": 3}, []
+    for stages in (1, 2):
+        (tmp_path / str(stages)).mkdir()
+        runs.append(train(tmp_path / str(stages), replicated(2, stages, all_reduce=FP32, memory=memory)))
+    assert runs[0].losses == runs[1].losses
+    weights = [run.weights for run in runs]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_run_goes_on_with_another_number_of_replicas(tmp_path):
     halfway = replicated(2, 2, training={"steps": 2})
     train(tmp_path, halfway)
