@@ -5,10 +5,12 @@
 
 Forward and backward of `ModelSlice.loss` from the output of the final norm, with a vocabulary of 128k, whole and in
 chunks of `--chunk` tokens. *Peak*: bytes above those of weight, its gradient and hidden states; on a CPU of the process
-(VmHWM), on a GPU the allocator's. Repetitions of both in turn; times are medians.
+(VmHWM), on a GPU the allocator's. Repetitions of all in turn; times are medians. On a GPU also Liger's kernel, if
+`liger_kernel` is installed; it chooses its own chunks.
 """
 
 import argparse
+import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +40,20 @@ def in_chunks(tokens: int) -> Loss:
     return loss
 
 
+def liger(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
+    """Liger's fused linear layer and cross-entropy (its v0.8.5)."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    loss: torch.Tensor = liger_fused_linear_cross_entropy(rows, weight, labels.reshape(-1), reduction="sum")
+    return loss
+
+
+def has_liger(device: torch.device) -> bool:
+    """Whether it can be compared with."""
+    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
 def peak_nbytes(work: Callable[[], object], device: torch.device) -> int:
     """What it takes above what is there before."""
     if device.type == "cuda":
@@ -64,6 +80,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
     weight = Parameter(torch.randn(options.vocab, options.hidden, generator=draw, device=device) / 64)
     weight.grad = torch.zeros_like(weight)
     losses: dict[str, Loss] = {"whole": whole, "chunks": in_chunks(options.chunk)}
+    losses |= {"liger": liger} if has_liger(device) else {}
     for tokens in options.tokens:
         hidden = torch.randn(1, tokens, options.hidden, generator=draw, device=device).requires_grad_()
         labels = torch.randint(options.vocab, (1, tokens), generator=draw, device=device)
@@ -89,7 +106,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     need_gpu(options.device)
-    names = ["whole", f"chunks of {options.chunk:,}"]
+    names = ["whole", f"chunks of {options.chunk:,}"] + ["Liger"] * has_liger(torch.device(options.device))
     columns = [column for name in names for column in (f"{name}: peak MiB", "ms", "speed")]
     heading = f"Hidden size {options.hidden:,}, vocabulary {options.vocab:,}, {options.dtype}"
     yield Table(("tokens", *columns), rows(options), heading=heading)

@@ -4,7 +4,7 @@ REPLICAS pipelines take a part of the batch each; here they follow each other in
 computed where their gradients are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +47,7 @@ class StoredTraining(CutTraining):
     """A training by one of METHODS; the model is `<a key of MODELS>/<a key of METHODS>`."""
 
     def _build(self, spec: ModelSpec) -> list[ModelSlice]:
+        self._recorded: RecordedStep | None = None
         self._method = METHODS[self.name.partition("/")[2]]
         slices = super()._build(spec)
         for part, bits in zip(slices, self._method.bits or (), strict=self._method.bits is not None):
@@ -61,16 +62,56 @@ class StoredTraining(CutTraining):
     def backward(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
         if self._method.reduce == "fp32":
             return super().backward(tokens, labels, wire, seed, step)
+        if not self._is_cuda:
+            return self._of_replicas(tokens, labels)
+        # launching the kernels of four small batches would take longer than they do
+        self._recorded = self._recorded or RecordedStep(self._of_replicas, tokens.to(self._device), self._parameters)
+        return self._recorded(tokens, labels)
+
+    def _of_replicas(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses, gradients = [], []
         for part in range(REPLICAS):
-            losses.append(super().backward(tokens[part::REPLICAS], labels[part::REPLICAS], wire, seed, step))
+            losses.append(super().backward(tokens[part::REPLICAS], labels[part::REPLICAS], Wire(), 0, 0))
             gradients.append([parameter.grad for parameter in self._parameters])
             for parameter in self._parameters:
                 parameter.grad = None
         reduce = _in_blocks if self._method.reduce == "blocks" else _in_fp8
+        if self._is_cuda:
+            reduce = torch.compile(reduce)
         for parameter, *each in zip(self._parameters, *gradients, strict=True):
-            parameter.grad = reduce(each)
+            parameter.grad = reduce([gradient.flatten() for gradient in each]).view_as(parameter)
         return torch.stack(losses).mean()
+
+
+class RecordedStep:
+    """A CUDA graph of a function of tokens and labels that leaves gradients with the parameters and returns a loss."""
+
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        like: torch.Tensor,
+        parameters: list[torch.nn.Parameter],
+    ) -> None:
+        self._tokens, self._labels, self._parameters = like.clone(), like.clone(), parameters
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # compiles what it launches
+            function(self._tokens, self._labels)
+        torch.cuda.current_stream().wait_stream(beside)
+        for parameter in parameters:
+            parameter.grad = None
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._loss = function(self._tokens, self._labels)
+        self._gradients = [parameter.grad for parameter in parameters]
+
+    def __call__(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self._tokens.copy_(tokens)
+        self._labels.copy_(labels)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss.clone()
 
 
 def _in_blocks(gradients: list[torch.Tensor]) -> torch.Tensor:
