@@ -66,7 +66,7 @@ VALUES = [
     ("training.steps=0", "expected 1 or more; got 0"),
     ("training.lr=.nan", "expected a finite number; got nan"),
     ("training.betas=[0.9]", "expected 2 or more entries; got fewer"),
-    ("training.activation_checkpointing=true", "expected none or block; got true"),
+    ("memory.recompute=true", "expected none, swiglu, norm, ffn, qkv, att or block or a list; got true"),
     *(
         (f"training.optimizer={name}", f"{name} was removed, because its states cannot be checkpointed; use {other}")
         for name, other in (
@@ -138,7 +138,9 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             ["memory.activations=coat", "model.family=llama", "training.optimizer=galore"],
             "memory.activations: coat needs whole weights to code in FP8, but training.optimizer galore stores those",
         ),
-        (["memory.agoq.bits=[4, 5, 8]"], "memory.agoq.bits lists 3 stages, pipeline.stages is 4; give one number for"),
+        (["memory.agoq.bits=[4, 5, 8]"], "memory.agoq.bits lists 3 stages, pipeline.stages is 4; give one value for"),
+        (["memory.recompute=[none, att]"], "memory.recompute lists 2 stages, pipeline.stages is 4; give one value for"),
+        (["memory.activations=agoq", "memory.recompute=qkv"], "recompute qkv does not combine with activations agoq"),
         (["memory.activations={kind: agog}"], "memory: activations with options needs kind: coat or kind: agoq"),
         (
             ["memory.activations={kind: agoq, bits: 7}"],

@@ -84,8 +84,8 @@ def test_activations_are_those_of_the_fullest_moment_of_the_schedule(pipeline, s
 
 @pytest.mark.parametrize("stage", range(4))
 def test_tensors_for_weight_gradients_count_where_they_exceed_checkpointed_inputs(stage):
-    model, training = {"family": "llama", "intermediate_size": 128}, {"activation_checkpointing": "block"}
-    config = configured(model=model, training=training, pipeline={"schedule": "zero-bubble"})
+    model, memory = {"family": "llama", "intermediate_size": 128}, {"recompute": "block"}
+    config = configured(model=model, memory=memory, pipeline={"schedule": "zero-bubble"})
     spec = resolved_spec(config, None)
     blocks, row = block_ranges(config, spec)[stage], config.pipeline.actions(16).actions[stage]
     shape = MicroBatchShape(2, 32)
@@ -102,9 +102,9 @@ def test_tensors_for_weight_gradients_count_where_they_exceed_checkpointed_input
 
 def test_chunks_take_turns_at_their_workspace():
     """Blocks are computed again one at a time, whichever chunk they are of."""
-    training = {"activation_checkpointing": "block"}
-    one = estimated(configured(training=training), 1)
-    two = estimated(configured(training=training, pipeline={"schedule": "interleaved", "chunks": 2}), 1)
+    memory = {"recompute": "block"}
+    one = estimated(configured(memory=memory), 1)
+    two = estimated(configured(memory=memory, pipeline={"schedule": "interleaved", "chunks": 2}), 1)
     assert two.workspace == one.workspace > 0
     assert two.weights == one.weights
 

@@ -153,19 +153,23 @@ def test_fp8_activations_are_advised_for_models_that_have_them():
 def test_changes_that_are_made_already_or_impossible_are_not_advised():
     assert set(advised()) == {
         "training.micro_batch: 3",
-        "training.activation_checkpointing: block",
+        "memory.recompute: norm",
+        "memory.recompute: att",
+        "memory.recompute: block",
         "memory.activations: agoq",
         "memory.gradients: fp8",
         "pipeline.stages: 3",
         "one layer fewer here, pipeline.layers: [2, 4]",
     }
-    least = {"micro_batch": 1, "activation_checkpointing": "block"}
-    small = {"activations": "agoq", "gradients": "fp8"}
-    assert advised(training=least, memory=small, pipeline={"stages": 6, "layers": [1] * 6}) == {}
+    small = {"activations": "agoq", "gradients": "fp8", "recompute": "block"}
+    assert advised(training={"micro_batch": 1}, memory=small, pipeline={"stages": 6, "layers": [1] * 6}) == {}
     fused = {"optimizer": "qgalore", "precision": "bf16", "micro_batch": 24, "clip_norm": None, "non_finite": "halt"}
     alone = {"stages": 1, "layers": [6]}
     only = advised(model={"family": "llama"}, training=fused | {"qgalore": {"fused": True}}, pipeline=alone)
-    assert set(only) == {"training.activation_checkpointing: block", "memory.activations: agoq"}
+    assert set(only) == {
+        *(f"memory.recompute: {level}" for level in ("norm", "att", "block")),
+        "memory.activations: agoq",
+    }
     assert "pipeline.stages: 3" not in advised(hosts=[{"address": "127.0.0.1"}] * 2)
 
 

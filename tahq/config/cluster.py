@@ -15,7 +15,7 @@ from tahq.comm.topology import Grid
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
-from tahq.memory.config import COAT_FAMILIES, MemoryConfig
+from tahq.memory.config import COAT_FAMILIES, MemoryConfig, with_recompute
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
@@ -44,6 +44,11 @@ class ClusterConfig(Section):
     links: LinksConfig = LinksConfig()
     hosts: Hosts = Field(default="local")
     security: SecurityConfig = SecurityConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_old_names(cls, given: object) -> object:
+        return with_recompute(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "ClusterConfig":
@@ -237,12 +242,13 @@ class ClusterConfig(Section):
             raise ValueError(f"pipeline.in_flight: {error}{why}") from error
 
     def _check_memory(self) -> None:
-        family, optimizer, bits = self.model.family, self.training.optimizer, self.memory.agoq.bits
-        if isinstance(bits, list) and len(bits) != self.pipeline.stages:
-            raise ValueError(
-                f"memory.agoq.bits lists {len(bits)} stages, pipeline.stages is {self.pipeline.stages}; give one "
-                "number for all stages, or one for each"
-            )
+        family, optimizer = self.model.family, self.training.optimizer
+        for key, values in (("agoq.bits", self.memory.agoq.bits), ("recompute", self.memory.recompute)):
+            if isinstance(values, list) and len(values) != self.pipeline.stages:
+                raise ValueError(
+                    f"memory.{key} lists {len(values)} stages, pipeline.stages is {self.pipeline.stages}; give one "
+                    "value for all stages, or one for each"
+                )
         if (self.memory.loss_chunks or 1) > 1 and self.training.is_low_rank:
             raise ValueError(
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "

@@ -7,7 +7,7 @@ from functools import partial
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
-from tahq.memory.config import COAT_FAMILIES
+from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.block_codes import FORMATS
@@ -125,7 +125,7 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
         shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
-        checkpoint_blocks=training.activation_checkpointing == "block",
+        checkpoint_blocks=config.memory.recompute_of(chunk % config.pipeline.stages) == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(training, config.run.seed),
@@ -145,17 +145,22 @@ def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int
 
 
 def micro_batch_shape(
-    config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, bf16: bool, stage: int = 0
+    config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, bf16: bool, stage: int | None = None
 ) -> MicroBatchShape:
-    """The shape of micro-batches of this many samples, and how the configuration computes them on a stage."""
+    """The shape of micro-batches of this many samples, and how the configuration computes them.
+
+    `stage`: None: where stages differ, with what keeps most, or of the first.
+    """
     low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
+    level = memory.recompute_of(stage)
     return MicroBatchShape(
         micro_batch,
         config.data.seq_len,
         bf16,
         coat=memory.activations == "coat",
-        stored_bits=memory.agoq.bits_of(stage),
-        stored_layers=memory.agoq.stored if memory.activations == "agoq" else (),
+        recompute="none" if level == "block" else level,
+        stored_bits=memory.agoq.bits_of(stage or 0) if memory.activations == "agoq" else None,
+        stored_layers=memory.agoq.stored if memory.activations == "agoq" else EXACTLY_STORED.get(level, ()),
         coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
@@ -220,8 +225,8 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tup
     smaller = next((n for n in range(training.micro_batch // 2, 0, -1) if training.micro_batch % n == 0), None)
     if smaller is not None:
         yield changed("training", micro_batch=smaller)
-    if training.activation_checkpointing != "block":
-        yield changed("training", activation_checkpointing="block")
+    for level in ("norm", "att", "block"):
+        yield changed("memory", recompute=level)
     if config.memory.gradients != "fp8":
         yield changed("memory", gradients="fp8")
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:

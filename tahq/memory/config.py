@@ -1,14 +1,34 @@
 """Configuration of memory: the section `memory:`, and the sections of `training:` that belong to one optimizer."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
 from tahq.units import Section
 
+_OLD_RECOMPUTE = "activation_checkpointing"
 COAT_FAMILIES = ("llama", "qwen2", "mistral")
 """Families with Llama's block: two RMSNorms, a gated SiLU, nothing between projections and rotary embedding."""
 MIN_ELEMENTS = 4096
+Recompute = Literal["none", "swiglu", "norm", "ffn", "qkv", "att", "block"]
+"""`memory.recompute`; each includes those before it."""
+EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
+    "swiglu": ("mlp",),
+    "norm": ("norms", "mlp"),
+    "ffn": ("norms",),
+}
+"""By level, the layers whose inputs are kept as they are, outside of what is checkpointed."""
+
+
+def with_recompute(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration of an earlier version, with `memory.recompute` for its `training.activation_checkpointing`."""
+    training = config.get("training")
+    if not isinstance(training, Mapping) or _OLD_RECOMPUTE not in training:
+        return config
+    memory = {"recompute": training[_OLD_RECOMPUTE], **(config.get("memory") or {})}
+    others = {key: value for key, value in training.items() if key != _OLD_RECOMPUTE}
+    return {**config, "training": others, "memory": memory}
 
 
 class CoatConfig(Section):
@@ -40,8 +60,12 @@ class AgoqConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Formats of what a stage keeps in memory."""
+    """What a stage keeps in memory, and in which format."""
 
+    recompute: Recompute | list[Recompute] = "none"
+    """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
+    norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
+    stages or by stage."""
     activations: Literal["none", "coat", "agoq"] = "none"
     """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
     for all models."""
@@ -53,6 +77,24 @@ class MemoryConfig(Section):
     (LLMQ). None: as many as keep logits below 512 MiB; 1 with low-rank weights. A run's config.yaml has the number."""
     coat: CoatConfig = CoatConfig()
     agoq: AgoqConfig = AgoqConfig()
+
+    @model_validator(mode="after")
+    def _combines(self) -> "MemoryConfig":
+        levels = self.recompute if isinstance(self.recompute, list) else [self.recompute]
+        refused = next((level for level in levels if level not in ("none", "block")), None)
+        if self.activations != "none" and refused is not None:
+            raise ValueError(
+                f"recompute {refused} does not combine with activations {self.activations}, which recomputes "
+                "norms and the MLP's activation from what it stores; use recompute none or block"
+            )
+        return self
+
+    def recompute_of(self, stage: int | None = None) -> Recompute:
+        """A stage's level; None: the lowest of all stages, which keeps most."""
+        if not isinstance(self.recompute, list):
+            return self.recompute
+        levels: tuple[Recompute, ...] = get_args(Recompute)
+        return min(self.recompute, key=levels.index) if stage is None else self.recompute[stage]
 
     @model_validator(mode="before")
     @classmethod

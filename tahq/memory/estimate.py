@@ -17,7 +17,7 @@ from tahq.memory.saved_tensors import (
     copied_by_head,
     deferred_by_slice,
     head_workspace,
-    saved_by_block,
+    recomputed_by_block,
     saved_by_slice,
 )
 from tahq.models.model_spec import ModelSpec
@@ -96,7 +96,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       more;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a received gradient (not the last) and
       one to send (not the first), 4·T·C each; n encoded frames;
-    - workspace for one micro-batch: with checkpointing one recomputed block, `saved_by_block`; on the last stage
+    - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a
       block and its gradient, and with the logits the head's; the largest gradient in fp32 where they are stored.
     """
@@ -141,7 +141,8 @@ def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
     every = range(blocks.start, blocks.stop)
-    again = max(saved_by_block(spec, block, numbers.shape) for block in every) if numbers.checkpoint_blocks else 0
+    whole = numbers.checkpoint_blocks
+    again = max((recomputed_by_block(spec, block, numbers.shape, whole=whole) for block in every), default=0)
     logits = head_workspace(spec, numbers.shape) if blocks.last else 0
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)

@@ -8,8 +8,9 @@ I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 un
 norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
 all micro-batches share: see `copied_by_block` and `copied_by_head`.
 
-With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`coat/fp8_flow.py`), and no copies. With
-`agoq` they keep codes of some layers' inputs (`agoq/stored_inputs.py`).
+With `memory.recompute` blocks keep less (`memory/recompute.py`). With `memory.activations: coat` they keep FP8 codes
+and their scales (`coat/fp8_flow.py`), and no copies; with `agoq` codes of some layers' inputs
+(`agoq/stored_inputs.py`).
 
 Between a split backward's input gradients, I, and its weight gradients, W, each product with a weight keeps its input
 and the gradient of its output (`deferred_by_*`), with activation checkpointing too, since I recomputes each block.
@@ -17,9 +18,10 @@ and the gradient of its output (`deferred_by_*`), with activation checkpointing 
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tahq.memory.coat.fp8_codes import GROUP
+from tahq.memory.config import Recompute
 from tahq.memory.small_floats.block_codes import stored_nbytes
 from tahq.models.families import head_dim, num_kv_heads
 from tahq.models.model_spec import ModelSpec
@@ -43,8 +45,9 @@ class MicroBatchShape:
     seq_len: int
     bf16: bool = False
     coat: bool = False  # `memory.activations: coat`
-    stored_bits: int = 0  # Of `memory.activations: agoq`
-    stored_layers: Collection[str] = ()  # `memory.agoq.stored`
+    recompute: Recompute = "none"  # `memory.recompute`, but for `block`
+    stored_bits: int | None = None  # Of `memory.activations: agoq`; None: inputs are kept as they are
+    stored_layers: Collection[str] = ()  # `memory.agoq.stored`, or what `recompute` keeps the inputs of
     coat_gradient_nbytes: int = 0
     """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
     copies_weights: bool = True
@@ -85,19 +88,36 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
     outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
     + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. With
-    COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; with AGoQ the layers in `stored_layers`
-    keep their inputs' codes and nothing else.
+    COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; the layers in `stored_layers` keep
+    their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, 4·T·C.
     """
     if shape.coat:
-        without_attention = _coat_block
-    else:
-        without_attention = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
-    return without_attention(spec, shape) + _attention(spec, block, shape)
+        return _coat_block(spec, shape) + _attention(spec, block, shape)
+    stream = _FP32 * shape.num_tokens * spec.hidden_size
+    of_mlp = stream if shape.recompute in ("ffn", "qkv", "att") else _mlp_part(spec, shape)
+    if shape.recompute == "att":
+        return stream + of_mlp
+    if shape.recompute == "qkv":
+        return stream + _fused_output(spec, block, shape) + of_mlp
+    return _attention_part(spec, block, shape) + of_mlp
 
 
-def _stored(shape: MicroBatchShape, channels: int) -> int:
-    """Bytes of T·channels stored numbers."""
-    return stored_nbytes(shape.num_tokens * channels, shape.stored_bits)
+def recomputed_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape, *, whole: bool) -> int:
+    """The most bytes that a block's parts keep while its backward has computed them again; `whole`: all at once.
+
+    Norms and activations that are computed one by one are not counted.
+    """
+    if whole:
+        return saved_by_block(spec, block, shape)
+    plain = replace(shape, recompute="none", stored_layers=())
+    of_mlp = _mlp_part(spec, plain) if shape.recompute in ("ffn", "qkv", "att") else 0
+    return max(of_mlp, _attention_part(spec, block, plain) if shape.recompute in ("qkv", "att") else 0)
+
+
+def _stored(shape: MicroBatchShape, channels: int, element_nbytes: int) -> int:
+    """Bytes of T·channels stored numbers, of `element_nbytes` each where they are kept as they are."""
+    num = shape.num_tokens * channels
+    return num * element_nbytes if shape.stored_bits is None else stored_nbytes(num, shape.stored_bits)
 
 
 def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -147,32 +167,48 @@ def head_workspace(spec: ModelSpec, shape: MicroBatchShape) -> int:
     return (_FP32 + (_BF16 if shape.bf16 else 0)) * shape.num_tokens * spec.vocab_size
 
 
-def _layer_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """GPT-2's block without its attention: two LayerNorms, Q, K, V, output projection, tanh GELU."""
-    tokens, hidden, config = shape.num_tokens, spec.hidden_size, spec.hf_config
-    inner = int(config.n_inner or 4 * hidden)
-    norms = 2 * _FP32 * tokens * (hidden + 2) + 2 * shape.element_nbytes * tokens * hidden
-    masks = 2 * tokens * hidden if config.resid_pdrop > 0 else 0
-    mlp = shape.element_nbytes * tokens * inner * (5 if config.activation_function == _WRITTEN_OUT else 2)
-    if "norms" in shape.stored_layers:
-        norms = 2 * _stored(shape, hidden)
-    if "mlp" in shape.stored_layers:
-        mlp = _stored(shape, inner)
-    return norms + masks + mlp
+def _attention_part(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
+    """The first norm, Q, K, V, attention and its output projection."""
+    return _norm(spec, shape, 3) + _query_key_norms(spec, shape) + _attention(spec, block, shape) + _mask(spec, shape)
 
 
-def _rms_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """A block like Llama's without its attention: two RMSNorms and a gated MLP."""
-    tokens, hidden, inner = shape.num_tokens, spec.hidden_size, int(spec.hf_config.intermediate_size)
-    norms = 2 * _FP32 * tokens * (2 * hidden + 1)
-    # Under autocast each of Q, K, V, gate and up makes its own bf16 copy of the norm's output.
-    norms += tokens * hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
-    mlp = shape.element_nbytes * tokens * 4 * inner
+def _mlp_part(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """The second norm and the MLP."""
+    return _norm(spec, shape, 2) + _mlp(spec, shape) + _mask(spec, shape)
+
+
+def _norm(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
+    """A norm's input and statistics, and its output, of which in Llama's layers each product makes its bf16 copy."""
+    tokens, hidden = shape.num_tokens, spec.hidden_size
     if "norms" in shape.stored_layers:
-        norms = 2 * _stored(shape, hidden)
-    if "mlp" in shape.stored_layers:
-        mlp = 2 * _stored(shape, inner)
-    return norms + mlp + _query_key_norms(spec, shape)
+        return _stored(shape, hidden, _FP32)
+    if spec.layout.rotary is None:
+        return _FP32 * tokens * (hidden + 2) + shape.element_nbytes * tokens * hidden
+    return _FP32 * tokens * (2 * hidden + 1) + tokens * hidden * (num_products * _BF16 if shape.bf16 else _FP32)
+
+
+def _mlp(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """The MLP's activation: tanh GELU in GPT-2; gate, up, SiLU(gate) and the product elsewhere."""
+    config, element = spec.hf_config, shape.element_nbytes
+    inner, is_stored = _inner(spec), "mlp" in shape.stored_layers
+    if spec.layout.rotary is None:
+        num = 5 if config.activation_function == _WRITTEN_OUT else 2
+        return _stored(shape, inner, element) if is_stored else element * shape.num_tokens * inner * num
+    return 2 * _stored(shape, inner, element) if is_stored else element * shape.num_tokens * 4 * inner
+
+
+def _mask(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """The mask of dropout in front of the residual stream, which GPT-2 has."""
+    is_dropped = spec.layout.rotary is None and spec.hf_config.resid_pdrop > 0
+    return shape.num_tokens * spec.hidden_size if is_dropped else 0
+
+
+def _inner(spec: ModelSpec) -> int:
+    """I."""
+    config = spec.hf_config
+    if spec.layout.rotary is None:
+        return int(config.n_inner or 4 * spec.hidden_size)
+    return int(config.intermediate_size)
 
 
 def _coat_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -193,7 +229,7 @@ def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
     query_heads, kv_heads = int(spec.hf_config.num_attention_heads), num_kv_heads(spec.hf_config)
     heads, channels = query_heads + kv_heads, head_dim(spec.hf_config)
     if "norms" in shape.stored_layers:
-        return _stored(shape, query_heads * channels) + _stored(shape, kv_heads * channels)
+        return _stored(shape, (query_heads + kv_heads) * channels, shape.element_nbytes)
     return shape.num_tokens * heads * (channels * (_FP32 + shape.element_nbytes) + _FP32)
 
 
@@ -207,15 +243,27 @@ def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     config, squared, element = spec.hf_config, shape.seq_len**2, shape.element_nbytes
     heads, window = int(config.num_attention_heads), spec.layout.window(config, block)
     if "attention" in shape.stored_layers:
-        queries, keys = (_stored(shape, number * head_dim(config)) for number in (heads, num_kv_heads(config)))
-        return 2 * queries + 2 * keys
+        channels = (number * head_dim(config) for number in (heads, num_kv_heads(config)))
+        return 2 * sum(_stored(shape, each, element) for each in channels)
     masked = window is not None and window <= shape.seq_len
-    if getattr(config, "attn_pdrop" if spec.layout.rotary is None else "attention_dropout") > 0:
+    if _has_dropout(spec):
         kv_heads, softmax = heads, shape.micro_batch * heads * squared * (_FP32 + 1 + element) + squared
     else:
         kv_heads = heads if masked else num_kv_heads(config)
         softmax = _FP32 * shape.num_tokens * heads + (element * squared if masked else 0)
     return element * shape.num_tokens * head_dim(config) * (2 * heads + 2 * kv_heads) + softmax
+
+
+def _fused_output(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
+    """Output and log-sum-exp of fused attention, a·T·H·D + 4·T·H; nothing with dropout, which is not fused."""
+    heads = int(spec.hf_config.num_attention_heads)
+    each = shape.element_nbytes * head_dim(spec.hf_config) + _FP32
+    return 0 if _has_dropout(spec) else shape.num_tokens * heads * each
+
+
+def _has_dropout(spec: ModelSpec) -> bool:
+    """Whether attention has dropout."""
+    return float(getattr(spec.hf_config, "attn_pdrop" if spec.layout.rotary is None else "attention_dropout")) > 0
 
 
 def rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -238,23 +286,28 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     AGoQ inputs that are recomputed are codes.
     """
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
-    stored = shape.stored_layers
-    if spec.layout.rotary is None:
-        inner = int(config.n_inner or 4 * hidden)
-        norms = 2 * _stored(shape, hidden) if "norms" in stored else 2 * element * tokens * hidden
-        mlp = _stored(shape, inner) if "mlp" in stored else element * tokens * inner
-        attention = _stored(shape, hidden) if "attention" in stored else element * tokens * hidden
-        return norms + mlp + attention + element * tokens * (5 * hidden + inner)
-    inner, width = int(config.intermediate_size), int(config.num_attention_heads) * head_dim(config)
-    outputs = 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + 2 * inner
+    inner, width = _inner(spec), int(config.num_attention_heads) * head_dim(config)
+    is_gpt2 = spec.layout.rotary is None
+    outputs = (
+        5 * hidden + inner if is_gpt2 else 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + 2 * inner
+    )
     if shape.coat:
         return tokens * (2 * hidden + inner + element * width + (shape.coat_gradient_nbytes or element) * outputs)
-    norms = (
-        2 * _stored(shape, hidden) if "norms" in stored else tokens * hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
-    )
-    mlp = 2 * _stored(shape, inner) if "mlp" in stored else element * tokens * inner
-    attention = _stored(shape, width) if "attention" in stored else element * tokens * width
-    return norms + mlp + attention + element * tokens * outputs
+    # of a part that is checkpointed, the inputs that it has computed again
+    kept = {"ffn": ("norms",), "qkv": (), "att": ()}.get(shape.recompute, shape.stored_layers)
+    of_mlp = () if shape.recompute in ("ffn", "qkv", "att") else shape.stored_layers
+
+    def norm(stored: Collection[str], num_products: int) -> int:
+        if "norms" in stored:
+            return _stored(shape, hidden, _FP32)
+        if is_gpt2:
+            return element * tokens * hidden
+        return tokens * hidden * (num_products * _BF16 if shape.bf16 else _FP32)
+
+    stored_mlp = (1 if is_gpt2 else 2) * _stored(shape, inner, element)
+    mlp = stored_mlp if "mlp" in of_mlp else element * tokens * inner
+    attention = _stored(shape, width, element) if "attention" in kept else element * tokens * width
+    return norm(kept, 3) + norm(of_mlp, 2) + mlp + attention + element * tokens * outputs
 
 
 def deferred_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:

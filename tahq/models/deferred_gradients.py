@@ -83,6 +83,17 @@ def sharing_weight_copies() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+@contextmanager
+def own_products(deferred: DeferredGradients | None, copies: WeightCopies | None) -> Iterator[None]:
+    """A context whose matrix products are `product`, with these casts of weights: in autograd's threads, too."""
+    token = _shared.set(copies)
+    try:
+        with _Recording(deferred):
+            yield
+    finally:
+        _shared.reset(token)
+
+
 class RecomputedInput(Protocol):
     """The input of products, kept in another form until their backward."""
 
@@ -130,7 +141,7 @@ def product(
 class _Recording(TorchFunctionMode):
     """Replaces the matrix products that a model's layers call by split ones."""
 
-    def __init__(self, deferred: DeferredGradients) -> None:
+    def __init__(self, deferred: DeferredGradients | None) -> None:
         super().__init__()
         self._deferred = deferred
 

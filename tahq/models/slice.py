@@ -29,7 +29,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tahq.errors import ModelError
-from tahq.models.deferred_gradients import DeferredGradients, recording, sharing_weight_copies
+from tahq.models.deferred_gradients import (
+    DeferredGradients,
+    own_products,
+    recording,
+    shared_copies,
+    sharing_weight_copies,
+)
 from tahq.models.keyed_dropout import (
     ATTENTION_NAME,
     RandomContext,
@@ -71,6 +77,8 @@ class ModelSlice(nn.Module):
     `checkpoint_blocks`: keep only each block's input for the backward pass and recompute the rest then; gradients are
     bit-equal, since all randomness is keyed.
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
+    `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
+    contexts while parts are computed again.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     """
 
@@ -80,6 +88,7 @@ class ModelSlice(nn.Module):
         self.parts = Parts.of(blocks)
         self.random = random
         self.checkpoint_blocks = False
+        self.owns_products = False
         self.loss_chunks = 1
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
@@ -100,7 +109,7 @@ class ModelSlice(nn.Module):
         for window, block in zip(windows, self._part(self.spec.layout.blocks).children(), strict=True):
             hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
         if self.parts.head:
-            with recording(self.deferred):
+            with self._products():
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
                 hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
         return hidden
@@ -169,15 +178,18 @@ class ModelSlice(nn.Module):
             hidden = self._part("drop")(hidden)
         return hidden
 
+    def _products(self) -> AbstractContextManager[object]:
+        return own_products(self.deferred, shared_copies()) if self.owns_products else recording(self.deferred)
+
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        name, deferred = self.random.current, self.deferred
+        name, deferred, products = self.random.current, self.deferred, self._products()
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            return _computed(block, hidden, arguments, deferred)
+            return _computed(block, hidden, arguments, deferred, products)
 
         def run_named(hidden: torch.Tensor) -> torch.Tensor:
             """Under the draw name of the first computation: other micro-batches ran in between."""
             with self.random.pinned(name):
-                return _computed(block, hidden, arguments, deferred)
+                return _computed(block, hidden, arguments, deferred, recording(deferred))
 
         output: torch.Tensor = checkpoint(run_named, hidden, use_reentrant=False, preserve_rng_state=False)
         return output
@@ -193,13 +205,17 @@ def _position_ids(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _computed(
-    block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any], deferred: DeferredGradients | None
+    block: nn.Module,
+    hidden: torch.Tensor,
+    arguments: Mapping[str, Any],
+    deferred: DeferredGradients | None,
+    products: AbstractContextManager[object],
 ) -> torch.Tensor:
     """A block's hidden states; a block with its own autograd functions splits its backward itself."""
     if getattr(block, "splits_backward", False):
         output = block(hidden, **arguments, deferred=deferred)
     else:
-        with recording(deferred):
+        with products:
             output = block(hidden, **arguments)
     # some releases of transformers return them in a tuple
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output

@@ -79,7 +79,6 @@ class TrainingConfig(Section):
     """Global batches of the validation split per evaluation."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
-    activation_checkpointing: Literal["none", "block"] = "none"
 
     @field_validator("optimizer", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.recompute import recompute
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -134,14 +135,14 @@ def _slice(
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
-    """Make a stage's slice keep what `training.activation_checkpointing` and `memory` say of a micro-batch.
+    """Make a stage's slice keep what `memory` says of a micro-batch.
 
     `micro_batch`: its samples; None: as configured.
 
     Raises:
         ModelError: `memory.activations` has no code for the model's blocks.
     """
-    module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+    recompute(module, config.memory.recompute_of(stage))
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)

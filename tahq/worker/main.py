@@ -299,7 +299,7 @@ class WorkerSignals:
 _ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _GENERAL = (
-    "use a smaller training.micro_batch, training.activation_checkpointing: block, more stages, or fewer layers on "
+    "use a smaller training.micro_batch, memory.recompute: block, more stages, or fewer layers on "
     "this stage (pipeline.layers)"
 )
 

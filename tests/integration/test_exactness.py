@@ -42,7 +42,7 @@ def test_stochastic_rounding_and_dropout_are_keyed_the_same_everywhere(tmp_path)
         model={"dropout": 0.1},
         wire={"activations": "fixed:bits=6,round=stochastic", "gradients": "fixed:bits=6,round=stochastic"},
         pipeline={"stages": 2},
-        training={"activation_checkpointing": "block"},
+        memory={"recompute": "block"},
     )
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config, cut=True))
 
@@ -54,6 +54,17 @@ def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
         pipeline={"stages": 2},
     )
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.acceptance), "zero-bubble"])
+def test_stages_that_recompute_different_parts_give_the_plain_loop(tmp_path, schedule):
+    levels = ["norm", "ffn", "qkv", "block"] if schedule == "1f1b" else ["swiglu", "att", "none", "qkv"]
+    config = tiny(
+        model={"family": "llama", "num_kv_heads": 1, "intermediate_size": 96},
+        pipeline={"schedule": schedule},
+        memory={"recompute": levels},
+    )
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=config["model"])))
 
 
 @pytest.mark.acceptance
@@ -83,16 +94,17 @@ def uncut_fp8() -> PlainRun:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "training"),
+    ("pipeline", "memory"),
     [
         pytest.param({"stages": 1, "schedule": "gpipe"}, {}, marks=pytest.mark.acceptance),
         ({"stages": 2, "schedule": "zero-bubble"}, {}),
-        pytest.param({"stages": 4}, {"activation_checkpointing": "block"}, marks=pytest.mark.acceptance),
+        pytest.param({"stages": 4}, {"recompute": "block"}, marks=pytest.mark.acceptance),
     ],
     ids=["1", "2, split backward", "4, checkpointed"],
 )
-def test_fp8_flow_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut_fp8, pipeline, training):
-    assert_equal_to_the_bit(launch(tmp_path, tiny(**COAT, pipeline=pipeline, training=training)), uncut_fp8)
+def test_fp8_flow_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut_fp8, pipeline, memory):
+    sections = {**COAT, "memory": {**COAT["memory"], **memory}}
+    assert_equal_to_the_bit(launch(tmp_path, tiny(**sections, pipeline=pipeline)), uncut_fp8)
 
 
 def test_fp8_flow_is_resumed_to_the_bit(tmp_path, uncut_fp8):

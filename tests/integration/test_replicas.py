@@ -40,7 +40,7 @@ def replicated(replicas, stages, *, all_reduce=FP8, schedule="zero-bubble", **se
         (4, 1, FP8, {"memory": {"gradients": "fp8"}, "training": {"clip_norm": None}}),
         (2, 2, FP8, {"wire": {"all_reduce_inside": FP32}, "pipeline": {"balance": "measured"}}),
         (2, 2, FP8, {"links": {"inside": "gloo"}, "schedule": "1f1b"}),
-        pytest.param(2, 1, FP32, {"training": {"activation_checkpointing": "block"}}, marks=pytest.mark.acceptance),
+        pytest.param(2, 1, FP32, {"memory": {"recompute": "block"}}, marks=pytest.mark.acceptance),
     ],
     ids=["dropout", "lossy cuts", "8-bit gradients", "planned, one site", "gloo", "checkpointed"],
 )

@@ -276,8 +276,8 @@ def check_that_plan_fits(tmp_path_factory, layers, width, batch, stages, share, 
     values = {
         **OPEN,
         "model": {**OPEN["model"], "num_layers": layers, "hidden_size": width},
-        "training": {"steps": 1, "global_batch": batch, "activation_checkpointing": recompute},
-        "memory": {"activations": activations},
+        "training": {"steps": 1, "global_batch": batch},
+        "memory": {"activations": activations, "recompute": recompute},
         "pipeline": {"stages": stages},
         "links": {"rate": "100mbit", "delay": f"{delay}ms"},
     }

@@ -45,9 +45,9 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, m
     """With a vocabulary large enough for head and logits to be most of what the last stage takes."""
     config, spec = loaded(
         vocab_size=4096,
-        training={**TWO_MICRO_BATCHES, "optimizer": optimizer, "activation_checkpointing": checkpointing},
+        training={**TWO_MICRO_BATCHES, "optimizer": optimizer},
         pipeline={"stages": 2, "layers": [2, 2], "schedule": schedule},
-        memory=memory,
+        memory={**memory, "recompute": checkpointing},
     )
     problem = problem_of(config, spec, HOSTS, PlanChoices(schedules=(schedule,)))
     stages = StageCosts(ClusterTable(problem), (0, 1), 2)
@@ -61,8 +61,7 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, m
 
 
 def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named():
-    training = {**TWO_MICRO_BATCHES, "activation_checkpointing": "block"}
-    config, spec = loaded(training=training, pipeline={"stages": 2})
+    config, spec = loaded(training=TWO_MICRO_BATCHES, memory={"recompute": "block"}, pipeline={"stages": 2})
     usual, named = (
         problem_of(config, spec, HOSTS, PlanChoices(schedules=names)) for names in ((), ("1f1b", "zero-bubble"))
     )

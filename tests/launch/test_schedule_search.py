@@ -86,9 +86,7 @@ def test_depths_that_are_set_stay():
 
 
 def test_checkpointing_keeps_backwards_whole():
-    found = schedule_search(config(training={"activation_checkpointing": "block"}, links={"rate": "1mbit"}))(
-        [step()], PRESENT, NO_LIMIT
-    )
+    found = schedule_search(config(memory={"recompute": "block"}, links={"rate": "1mbit"}))([step()], PRESENT, NO_LIMIT)
     assert found.choice.schedule == "1f1b"
 
 

@@ -48,7 +48,7 @@ def test_every_part_takes_time_and_the_input_gradient_is_part_of_the_backward():
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 def test_activations_are_counted_as_they_are_kept(checkpointing):
-    config = configured(training={"activation_checkpointing": checkpointing})
+    config = configured(memory={"recompute": checkpointing})
     times, _ = times_of(config)
     spec = load_spec(config.model, vocab_size=256, seq_len=32)
     whole = saved_by_block(spec, 0, MicroBatchShape(2, 32))

@@ -10,7 +10,7 @@ from torch import nn
 
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_codes import OutputGradient, WeightCodes
-from tahq.memory.config import AgoqConfig, CoatConfig
+from tahq.memory.config import EXACTLY_STORED, AgoqConfig, CoatConfig, Recompute
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import (
@@ -111,6 +111,10 @@ def test_count_covers_fp8_flow(family, keys, bf16, blocks):
     spec = make_spec(family, **keys)
     module = make_slice(spec, CoatConfig(), blocks=blocks)
     check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True), module)
+
+
+def recomputing_shape(bf16: bool, level: Recompute) -> MicroBatchShape:
+    return MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, recompute=level, stored_layers=EXACTLY_STORED.get(level, ()))
 
 
 def agoq_shape(bf16: bool, config: AgoqConfig) -> MicroBatchShape:
@@ -221,6 +225,7 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
         *((family, AgoqConfig()) for family in ("gpt2", "llama", "qwen3")),
         ("mistral", AgoqConfig(bits=5, stored=("attention",))),
         ("llama", AgoqConfig(bits=6, stored=("mlp",))),
+        *((family, level) for family in ("gpt2", "qwen3") for level in ("swiglu", "norm", "ffn", "qkv", "att")),
     ],
     ids=lambda each: each if isinstance(each, str) else str(each and each.model_dump()),
 )
@@ -233,6 +238,8 @@ def test_count_equals_what_deferred_weight_gradients_hold(family, memory, checkp
     y.backward(None if blocks.last else torch.ones_like(y))
     if isinstance(memory, AgoqConfig):
         shape = agoq_shape(bf16, memory)
+    elif isinstance(memory, str):
+        shape = recomputing_shape(bf16, memory)
     else:
         # a CPU keeps FP8 codes in one layout only
         nbytes = 1 if memory is not None and memory.backward_products == "e5m2" else 0

@@ -15,6 +15,7 @@ def config(**changes):
         "data": {"text": "stdlib", "seq_len": 128},
         "training": {"steps": 60},
         "pipeline": {"stages": 4},
+        "memory": {},
         "wire": {},
         "links": {},
     }
@@ -44,7 +45,7 @@ EXACT = [
     {"training.steps": None, "training.epochs": 2.0},
     {"training.eval_every": 5, "training.eval_batches": 9},
     {"training.non_finite": "halt", "training.max_skipped_in_a_row": 3},
-    {"training.activation_checkpointing": "block"},
+    {"memory.recompute": "block"},
     {"training.momentum": 0.5},
     {"training.decay_steps": 5, "training.min_lr": 1e-5},
     ({"training.optimizer": "sgd"}, {"training.betas": (0.5, 0.5)}),
@@ -231,3 +232,12 @@ def test_every_rule_belongs_to_a_key():
 def test_unknown_key_is_refused():
     report = compare_configs(config(), {**config(), "surprise": 1})
     assert [change.key for change in report.refused] == ["surprise"]
+
+
+def test_recompute_has_its_old_name_in_earlier_checkpoints():
+    old = config()
+    old["training"]["activation_checkpointing"] = old["memory"].pop("recompute")
+    assert compare_configs(old, config()).changes == ()
+    (change,) = compare_configs(old, config(**{"memory.recompute": "att"})).changes
+    assert (change.key, change.verdict) == ("memory.recompute", Verdict.EXACT)
+    assert ClusterConfig.model_validate(old) == ClusterConfig.model_validate(config())

@@ -7,7 +7,8 @@ import torch
 from support.samples import normal
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
-from tahq.memory.config import AgoqConfig, CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig, Recompute
+from tahq.memory.recompute import recompute
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
@@ -28,15 +29,17 @@ def make_spec(family: str, **keys) -> ModelSpec:
 
 def make_slice(
     spec: ModelSpec,
-    memory: CoatConfig | AgoqConfig | None = None,
+    memory: CoatConfig | AgoqConfig | Recompute | None = None,
     *,
     blocks: BlockRange = MIDDLE,
     device: torch.device | str = "cpu",
 ) -> ModelSlice:
-    """A slice as transformers computes it, or with COAT's FP8 flow or AGoQ's stored activations."""
+    """A slice as transformers computes it, or with COAT's FP8 flow, AGoQ's stored activations, or recomputation."""
     module = build_slice(spec, blocks, seed=0, device=device, random=RandomContext(0)).train()
     if isinstance(memory, CoatConfig):
         use_fp8_flow(module, memory)
+    elif isinstance(memory, str):
+        recompute(module, memory)
     elif memory is not None:
         store_inputs(module, memory, memory.bits_of(0))
     return module

@@ -44,7 +44,7 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
         raise OutOfMemoryError(
             f"the probe is out of memory ({str(error).partition('.')[0]}): it holds the whole model, its gradients, "
             "and one more copy of them per --wire; try one --wire, --batches 1, a smaller training.micro_batch, "
-            "training.activation_checkpointing=block, or --device cpu"
+            "memory.recompute=block, or --device cpu"
         ) from error
     facts, results = _facts(setup, request, probed), collect(setup.wires, probed)
     _print_head(facts, setup.boundary)

@@ -241,9 +241,7 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool =
         "sizes": list(sizes),
         "paths": has_paths,
         **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
-        "training": config.training.model_dump(
-            mode="json", include={"precision", "activation_checkpointing", "optimizer"}
-        ),
+        "training": config.training.model_dump(mode="json", include={"precision", "optimizer"}),
         "run": (config.run.device, config.run.threads),
         "stages": config.pipeline.num_workers,
     }
@@ -353,7 +351,8 @@ def _problem(
     sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
     sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
     codecs = _codecs(given)
-    is_listed = isinstance(given.pipeline.in_flight, list) or isinstance(given.memory.agoq.bits, list)
+    by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
+    is_listed = any(isinstance(each, list) for each in by_stage)
     may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
     return replace(
         problem,

@@ -18,6 +18,7 @@ from tahq.memory.saved_tensors import (
     deferred_by_block,
     deferred_by_head,
     head_workspace,
+    recomputed_by_block,
     rotary_tables,
     saved_by_block,
     saved_by_embedding,
@@ -83,7 +84,7 @@ def _schedules(config: ClusterConfig, given: tuple[str, ...]) -> tuple[str, ...]
     unknown = [name for name in given if name not in GENERATORS]
     if unknown:
         raise UserError(f"--schedules: unknown schedule {brief(repr(unknown[0]))}; known: {', '.join(GENERATORS)}")
-    may_split = config.training.activation_checkpointing == "none" and not config.training.is_fused
+    may_split = config.memory.recompute_of() in ("none", "swiglu", "norm") and not config.training.is_fused
     return given or ("1f1b", "gpipe", *(["zero-bubble"] if may_split else []))
 
 
@@ -145,7 +146,7 @@ def _computes_bf16(config: ClusterConfig) -> bool:
 def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
     bf16 = _computes_bf16(config)
-    keeps_copies = config.training.activation_checkpointing == "none" and bf16
+    keeps_copies = config.memory.recompute_of() != "block" and bf16
     numbers = StepNumbers(
         shape=micro_batch_shape(config, spec, 1, bf16=keeps_copies),
         in_flight=0,
@@ -180,7 +181,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     shape = micro_batch_shape(config, spec, micro_batch, bf16=_computes_bf16(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
-    recomputes = config.training.activation_checkpointing == "block"
+    recomputes = config.memory.recompute_of() == "block"
     largest, head = _decoded_elements(config, spec)
     matrix = 2 * shape.element_nbytes  # decoded, and its gradient
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
@@ -188,6 +189,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     kept, head_kept = tensor if recomputes else saved, saved_by_head(spec, shape)
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
+    again = max(recomputed_by_block(spec, block, shape, whole=recomputes) for block in range(spec.num_layers))
     return HeldBytes(
         block=kept,
         first=saved_by_embedding(spec, shape),
@@ -197,7 +199,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         stage=rotary_tables(spec, shape),
         tensor=tensor,
         workspace=head_workspace(spec, shape) + matrix * head + gradient,
-        again=(saved + copied_by_block(spec, shape) if recomputes else 0) + matrix * largest + gradient,
+        again=again + (copied_by_block(spec, shape) if recomputes else 0) + matrix * largest + gradient,
     )
 
 

@@ -13,6 +13,9 @@ that of the decoded input: every intermediate value is recomputed from it (the p
 On CUDA the kernels of `stored_triton` compute norms, SiLU(gate)·up and GELU by tanh together with codes, recomputation
 and gradients; other layers, and all on a CPU, are torch's, differentiated by autograd at the decoded input.
 
+Without bits, inputs are kept as they are: the gradients are then those of a layer that recomputes nothing, to the bit
+(`memory/recompute.py`).
+
 Modules keep their names and parameters: `store_inputs` gives some of transformers' modules another `forward`. A tensor
 whose backward will recompute it carries how as the attribute `kept`, which the products that take it look for.
 
@@ -28,6 +31,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tahq.memory.config import AgoqConfig
 from tahq.memory.small_floats.block_codes import BLOCK, BlockCodes, dequantize_blocks, quantize_blocks
@@ -57,6 +61,10 @@ class Layer(Protocol):
         """Of inputs and parameters, at the decoded inputs."""
 
 
+Bits = int | None
+"""Of a stored number; None: it is kept as it is."""
+
+
 def store_inputs(module: ModelSlice, config: AgoqConfig, bits: int) -> None:
     """Make a slice's blocks store their activations in so many bits per number."""
     layout, model = module.spec.layout, module.spec.hf_config
@@ -65,12 +73,21 @@ def store_inputs(module: ModelSlice, config: AgoqConfig, bits: int) -> None:
     for block in module.get_submodule(f"{layout.trunk}.{layout.blocks}").children():
         own = set(block.children())
         for layer in block.modules():
-            _store_inputs_of(layer, config.stored, bits, model, is_own=layer in own)
+            store_inputs_of(layer, config.stored, bits, model, is_own=layer in own)
 
 
-def _store_inputs_of(layer: Any, which: Sequence[str], bits: int, model: Any, *, is_own: bool) -> None:
+def is_norm(layer: nn.Module) -> bool:
+    """Whether a module of a block is one of its norms."""
+    return isinstance(layer, nn.LayerNorm) or type(layer).__name__.endswith("RMSNorm")
+
+
+def store_inputs_of(layer: Any, which: Sequence[str], bits: Bits, model: Any, *, is_own: bool) -> None:
+    """Make one module of a block store its inputs, if `which` names its kind (`memory.agoq.stored`).
+
+    `model`: transformers' configuration; `is_own`: whether the module is the block's own child.
+    """
     name = type(layer).__name__
-    if "norms" in which and (isinstance(layer, nn.LayerNorm) or name.endswith("RMSNorm")):
+    if "norms" in which and is_norm(layer):
         layer.forward = partial(_norm, layer, layer.forward, bits, is_own)
     elif isinstance(layer, nn.Linear) or name == "Conv1D":
         layer.forward = partial(_recomputed_product, layer, layer.forward)
@@ -99,8 +116,8 @@ def _recomputed_product(layer: Any, forward: Function, x: torch.Tensor) -> torch
     return product(rows, weight, bias, transposed=False, deferred=deferred, kept=kept).view(*x.shape[:-1], -1)
 
 
-def _norm(layer: Any, forward: Function, bits: int, feeds_products: bool, x: torch.Tensor) -> torch.Tensor:
-    kernels = _kernels_for(x)
+def _norm(layer: Any, forward: Function, bits: Bits, feeds_products: bool, x: torch.Tensor) -> torch.Tensor:
+    kernels = _kernels_for(x, bits)
     if kernels is None or x.shape[-1] % BLOCK != 0:
         return stored(forward, bits, x, parameters=tuple(layer.parameters()))
     # products would convert it themselves
@@ -108,10 +125,10 @@ def _norm(layer: Any, forward: Function, bits: int, feeds_products: bool, x: tor
     return _kept(kernels.StoredNorm(layer, bits, x, dtype), x)
 
 
-def _gated_mlp(mlp: Any, bits: int, is_silu: bool, x: torch.Tensor) -> torch.Tensor:
+def _gated_mlp(mlp: Any, bits: Bits, is_silu: bool, x: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) · up(x))."""
     inputs, activation = (mlp.gate_proj(x), mlp.up_proj(x)), mlp.act_fn
-    kernels = _kernels_for(x) if is_silu else None
+    kernels = _kernels_for(x, bits) if is_silu else None
     if kernels is None:
         gated = stored(lambda gate, up: activation(gate) * up, bits, *inputs)
     else:
@@ -120,8 +137,8 @@ def _gated_mlp(mlp: Any, bits: int, is_silu: bool, x: torch.Tensor) -> torch.Ten
     return result
 
 
-def _gelu(forward: Function, bits: int, is_by_tanh: bool, x: torch.Tensor) -> torch.Tensor:
-    kernels = _kernels_for(x) if is_by_tanh else None
+def _gelu(forward: Function, bits: Bits, is_by_tanh: bool, x: torch.Tensor) -> torch.Tensor:
+    kernels = _kernels_for(x, bits) if is_by_tanh else None
     return stored(forward, bits, x) if kernels is None else _kept(kernels.StoredActivation(bits, x), x)
 
 
@@ -139,9 +156,9 @@ def _stored_attention(
     return stored(attended, module.stored_bits, query, key, value), None
 
 
-def _kernels_for(x: torch.Tensor) -> Any:
-    """`_triton_for` in a forward pass that is recorded, else None."""
-    return _triton_for(x.device) if torch.is_grad_enabled() else None
+def _kernels_for(x: torch.Tensor, bits: Bits) -> Any:
+    """`_triton_for` in a forward pass that is recorded, else None; None for exact inputs."""
+    return _triton_for(x.device) if torch.is_grad_enabled() and bits is not None else None
 
 
 def _triton_for(device: torch.device) -> Any:
@@ -152,7 +169,7 @@ def _triton_for(device: torch.device) -> Any:
 
 
 def stored(
-    function: Function, bits: int, *inputs: torch.Tensor, parameters: tuple[nn.Parameter, ...] = ()
+    function: Function, bits: Bits, *inputs: torch.Tensor, parameters: tuple[nn.Parameter, ...] = ()
 ) -> torch.Tensor:
     """function(*inputs), whose backward recomputes it from inputs in so many bits.
 
@@ -160,7 +177,13 @@ def stored(
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return _kept(_Differentiated(function, bits, inputs, parameters), *inputs)
+    layer = _Differentiated(function, bits, inputs, parameters)
+    if bits is not None:
+        return _kept(layer, *inputs)
+    # autograd's own nodes, since a sum of several gradients depends on their order
+    result: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    result.kept = _Kept(layer, [x.detach() for x in inputs])  # type: ignore[attr-defined]
+    return result
 
 
 def _kept(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
@@ -178,7 +201,7 @@ class _Differentiated:
     """Any function of tensors, differentiated by autograd under the autocast that it was called under."""
 
     def __init__(
-        self, function: Function, bits: int, inputs: Sequence[torch.Tensor], parameters: tuple[nn.Parameter, ...]
+        self, function: Function, bits: Bits, inputs: Sequence[torch.Tensor], parameters: tuple[nn.Parameter, ...]
     ) -> None:
         self._function, self._bits, self.parameters = function, bits, parameters
         self._like = [(x.shape, x.dtype) for x in inputs]
@@ -186,6 +209,7 @@ class _Differentiated:
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        assert self._bits is not None
         kernels = _triton_for(inputs[0].device)
         quantize = quantize_blocks if kernels is None else kernels.quantize
         return self._function(*inputs), [tensor for x in inputs for tensor in quantize(x, self._bits)]
@@ -204,6 +228,8 @@ class _Differentiated:
         return [next(found) if is_needed else None for is_needed in needed]
 
     def _decoded(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self._bits is None:
+            return [x.detach() for x in tensors]
         kernels = _triton_for(tensors[0].device)
         coded = zip(map(BlockCodes, tensors[::2], tensors[1::2]), self._like, strict=True)
         if kernels is not None:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tahq.errors import SnapshotError
+from tahq.memory.config import with_recompute
 from tahq.quant.spec import AqsgdSpec, CodecSpec, RawSpec
 
 Config = Mapping[str, Any]
@@ -107,6 +108,7 @@ class ResumeReport:
 
 def compare_configs(old: Config, new: Config) -> ResumeReport:
     """Judge every difference between two resolved configurations, the checkpoint's and the one to continue with."""
+    old = with_recompute(old)
     before, after = _flatten(keep_model_sizes(old, old)), _flatten(keep_model_sizes(old, new))
     changes = [
         Change(key, before.get(key), after.get(key), *_rule(key).judge(old, new))
@@ -293,7 +295,6 @@ RULES: Mapping[str, KeyRule] = {
     "training.eval_every": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.eval_batches": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
-    "training.activation_checkpointing": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.replicas": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "pipeline.replicas_wait": KeyRule(Verdict.EXACT, "it matters only where a worker is lost"),
@@ -304,6 +305,7 @@ RULES: Mapping[str, KeyRule] = {
     "pipeline.first": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
     "pipeline.in_flight": KeyRule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
+    "memory.recompute": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
     "memory.activations": KeyRule(
         Verdict.INEXACT,
         "activations and products are rounded differently",

@@ -1,0 +1,110 @@
+"""Recomputed parts of a block: bits, and what remains to be kept."""
+
+import gc
+from typing import get_args
+
+import pytest
+import torch
+from support.samples import normal
+from support.small_slices import MICRO_BATCH, MIDDLE, SEQ_LEN, different, gradients, make_slice, make_spec
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tahq.memory.config import EXACTLY_STORED, Recompute
+from tahq.memory.galore.low_rank_weight import LowRankSettings
+from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.recompute import recompute
+from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
+from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice
+
+LEVELS = [level for level in get_args(Recompute) if level != "none"]
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+@every_level
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.1), ("qwen2", 0.0), ("qwen3", 0.0)]
+)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_loss_and_gradients_have_the_bits_of_a_pass_that_recomputes_nothing(family, level, bf16, dropout, is_split):
+    spec = make_spec(family, dropout=dropout)
+    plain, other = make_slice(spec), make_slice(spec, level)
+    deferred = DeferredGradients() if is_split else None
+    with sharing_weight_copies():
+        assert different(gradients(plain, bf16=bf16), gradients(other, bf16=bf16, deferred=deferred)) == []
+
+
+@every_level
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_low_rank_weights_get_the_same_gradients(family, level):
+    spec = make_spec(family)
+    plain, other = (
+        build_low_rank_slice(
+            spec, MIDDLE, LowRankSettings(), seed=0, device=torch.device("cpu"), random=RandomContext(0)
+        )
+        for _ in range(2)
+    )
+    recompute(other, level)
+    found = [gradients(module) for module in (plain, other)]
+    assert different(*found) == []
+    projected = [{name: weight.grad for name, weight in low_rank_weights(module).items()} for module in (plain, other)]
+    assert projected[0]
+    assert different(*projected) == []
+
+
+class _Watch(TorchDispatchMode):
+    """Storages that are allocated while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
+                reference = StorageWeakRef(each.untyped_storage())
+                self._seen[reference.cdata] = reference, each.untyped_storage().nbytes()
+        return result
+
+    def alive_nbytes(self) -> int:
+        gc.collect()
+        return sum(nbytes for reference, nbytes in self._seen.values() if not reference.expired())
+
+
+def kept_nbytes(module: ModelSlice, *, bf16: bool) -> int:
+    """Bytes that are alive between forward and backward, without weights and what micro-batches share."""
+    watch = _Watch()
+
+    def node() -> object:
+        x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return module(x).grad_fn  # not the output itself
+
+    with sharing_weight_copies():
+        first = node()
+        with watch:
+            second = node()
+        nbytes = watch.alive_nbytes()
+    assert first is not None
+    assert second is not None
+    return nbytes
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "block"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("llama", 0.1), ("qwen3", 0.0)]
+)
+def test_count_equals_what_is_kept(family, level, bf16, dropout):
+    spec, blocks = make_spec(family, dropout=dropout), BlockRange(1, 2, 3)
+    module = make_slice(spec, level, blocks=blocks)
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, recompute=level, stored_layers=EXACTLY_STORED.get(level, ()))
+    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    assert counted == pytest.approx(kept_nbytes(module, bf16=bf16), rel=0.01)
