@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 57_950,
     "modules there": 319,
     "lines of benchmarks": 7_700,
-    "lines of tests": 41_700,
+    "lines of tests": 41_750,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

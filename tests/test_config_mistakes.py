@@ -66,7 +66,7 @@ VALUES = [
     ("training.steps=0", "expected 1 or more; got 0"),
     ("training.lr=.nan", "expected a finite number; got nan"),
     ("training.betas=[0.9]", "expected 2 or more entries; got fewer"),
-    ("memory.recompute=true", "expected none, swiglu, norm, ffn, qkv, att or block or a list; got true"),
+    ("memory.recompute=true", "expected auto, none, swiglu, norm, ffn, qkv, att or block or a list; got true"),
     *(
         (f"training.optimizer={name}", f"{name} was removed, because its states cannot be checkpointed; use {other}")
         for name, other in (

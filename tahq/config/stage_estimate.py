@@ -48,8 +48,8 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
 
 
 def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Sequence[float] = ()) -> ClusterConfig:
-    """The configuration with what is open under `memory` replaced: gradients by fp32, `agoq.bits` by each stage's, and
-    `loss_chunks`.
+    """The configuration with what is open under `memory` replaced: gradients by fp32, `recompute` by none,
+    `agoq.bits` by each stage's, and `loss_chunks`.
 
     With N micro-batches in flight times their layers at the moment when a stage holds most, a stage's bits are
     4·max N/N, rounded as `memory.agoq.rounding` says (AGoQ Eq. 22, where all stages have as many layers). Those of the
@@ -59,6 +59,8 @@ def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Se
     memory = config.memory.model_copy(update={"loss_chunks": chunks})
     if config.memory.gradients == "auto":
         memory = memory.model_copy(update={"gradients": "fp32"})
+    if config.memory.recompute == "auto":
+        memory = memory.model_copy(update={"recompute": "none"})
     config = config.model_copy(update={"memory": memory})
     agoq = config.memory.agoq
     if config.memory.activations != "agoq" or agoq.bits != "auto":
@@ -94,6 +96,8 @@ def memory_lines(config: ClusterConfig, given: ClusterConfig | None = None) -> I
     if memory.activations == "agoq" and (before is None or before.agoq != memory.agoq):
         bits = " ".join(str(memory.agoq.bits_of(stage)) for stage in range(config.pipeline.stages))
         yield f"  stored activations in {bits} bits, by stage (memory.agoq.bits)"
+    if before is not None and before.recompute == "auto" and memory.recompute_of() != "none":
+        yield f"  recompute {memory.recompute}, since memory is what limits this run (memory.recompute)"
     if (memory.loss_chunks or 1) > 1 and (before is None or before.loss_chunks is None):
         yield f"  loss of a micro-batch in {memory.loss_chunks} chunks (memory.loss_chunks)"
 

@@ -62,10 +62,10 @@ class AgoqConfig(Section):
 class MemoryConfig(Section):
     """What a stage keeps in memory, and in which format."""
 
-    recompute: Recompute | list[Recompute] = "none"
+    recompute: Literal["auto", "none", "swiglu", "norm", "ffn", "qkv", "att", "block"] | list[Recompute] = "auto"
     """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
     norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
-    stages or by stage."""
+    stages or by stage. `auto`: none, unless memory is what limits a plan. A run's config.yaml says what was chosen."""
     activations: Literal["none", "coat", "agoq"] = "none"
     """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
     for all models."""
@@ -81,7 +81,7 @@ class MemoryConfig(Section):
     @model_validator(mode="after")
     def _combines(self) -> "MemoryConfig":
         levels = self.recompute if isinstance(self.recompute, list) else [self.recompute]
-        refused = next((level for level in levels if level not in ("none", "block")), None)
+        refused = next((level for level in levels if level not in ("auto", "none", "block")), None)
         if self.activations != "none" and refused is not None:
             raise ValueError(
                 f"recompute {refused} does not combine with activations {self.activations}, which recomputes "
@@ -90,9 +90,9 @@ class MemoryConfig(Section):
         return self
 
     def recompute_of(self, stage: int | None = None) -> Recompute:
-        """A stage's level; None: the lowest of all stages, which keeps most."""
+        """A stage's level; None: the lowest of all stages, which keeps most. What is open is none."""
         if not isinstance(self.recompute, list):
-            return self.recompute
+            return "none" if self.recompute == "auto" else self.recompute
         levels: tuple[Recompute, ...] = get_args(Recompute)
         return min(self.recompute, key=levels.index) if stage is None else self.recompute[stage]
 

@@ -252,7 +252,7 @@ MODELS = st.tuples(
     st.integers(2, 4),
     st.floats(1.0, 4.0),
     st.sampled_from([0, 50, 150]),
-    st.sampled_from(["none", "block"]),
+    st.sampled_from(["none", "block", "auto"]),
     st.sampled_from(["none", "agoq"]),
 )
 """Layers, width, batch, stages, share of memory, delay, checkpointing, activations."""
@@ -289,10 +289,42 @@ def check_that_plan_fits(tmp_path_factory, layers, width, batch, stages, share, 
     assert max(needs(found.config, stage) for stage in range(stages)) <= limit * 1.001
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(3.0, "none"), (0.9, "norm"), (0.6, "ffn")])
+def test_blocks_recompute_as_much_as_fits(planned, share, chosen):
+    """With one micro-batch in flight; `share` is of what the largest stage keeps of it without recomputation."""
+    values = OPEN | {
+        "training": {"steps": 1, "global_batch": 8, "micro_batch": 8},
+        "data": {**OPEN["data"], "seq_len": 256},
+        "memory": {"gradients": "fp32"},
+    }
+    least = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
+    spec = resolved_spec(least, None)
+    stages = [stage_estimate(least, spec, stage, bf16=False) for stage in range(4)]
+    limit = max(each.total - (1 - share) * each.activations for each in stages)
+    found = planned(values, memory=int(limit / 0.9))
+    assert found.config.memory.recompute == chosen
+    assert any(f"recompute {chosen}, since memory" in line for line in found.lines) == (chosen != "none")
+
+
+def test_blocks_recompute_where_memory_would_keep_a_pipeline_on_long_links_shallow(planned):
+    values = OPEN | {
+        "training": {"steps": 1, "global_batch": 16, "micro_batch": 1},
+        "data": {**OPEN["data"], "seq_len": 256},
+        "links": {"rate": "100mbit", "delay": "150ms"},
+    }
+    shallow = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 2, "balance": "counted"}}))
+    limit = max(needs(shallow, stage) for stage in range(4))
+    plans = [
+        planned(values | {"memory": {"recompute": level}}, memory=int(limit / 0.9) + 1) for level in ("none", "auto")
+    ]
+    assert plans[1].config.memory.recompute != "none"
+    assert sum(plans[1].config.pipeline.first_depths) > sum(plans[0].config.pipeline.first_depths)
+
+
 @pytest.mark.parametrize(("share", "chosen"), [(1.05, "fp32"), (0.9, "fp8")])
 def test_gradients_are_kept_in_8_bits_only_where_fp32_fits_no_host(planned, share, chosen):
     values = OPEN | {"training": {"steps": 1, "global_batch": 4, "micro_batch": 1}, "pipeline": {"in_flight": 1}}
-    values["model"] = {**OPEN["model"], "hidden_size": 256}
+    values |= {"model": {**OPEN["model"], "hidden_size": 256}, "memory": {"recompute": "none"}}
     least = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
     limit = share * max(needs(least, stage) for stage in range(4))
     found = planned(values, memory=int(limit / 0.9))

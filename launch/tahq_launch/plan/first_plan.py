@@ -5,7 +5,6 @@ planner chooses what cluster.yaml leaves open: hosts and their order, layers, mi
 the run begins with. The result is a configuration in which all of it is set.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
 from tahq.errors import ConfigError, UserError
+from tahq.memory.config import Recompute
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
@@ -69,6 +69,11 @@ _NOT_MEASURED = (
     "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
     "below may change"
 )
+RECOMPUTED: Mapping[Recompute, float] = {"none": 0.0, "norm": 0.4, "ffn": 0.8, "block": 1.0}
+"""Levels of `memory.recompute` that a plan may choose, and the share of a block's forward that its backward repeats, at
+most: of `norm` and `ffn` it depends on the device, and is not measured."""
+CLEARLY = 0.02
+"""Smallest gain for which blocks recompute more than is needed to fit."""
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
 """Timed besides those of fewest bits, for all others of the ladders."""
 
@@ -169,7 +174,7 @@ def first_plan(
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
     except NothingFitsError as error:
-        least = _with_gradients(config, _gradients(given)[-1])
+        least = _with_memory(config, _memory_choices(given)[-1])
         found_plan = _shallow(least, min(sizes), f"the planner found nothing that fits: {error}")
     else:
         found_plan = replace(_chosen(given, config, spec, planned, origin), compute_s=_compute_s(planned))
@@ -368,30 +373,70 @@ def _problem(
 def _planned(
     given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
 ) -> tuple[ClusterConfig, Planned]:
-    """The plan, and the configuration with what gradients are kept as: in 8 bits only where fp32 fits no host.
+    """The plan, and the configuration with what was open under `memory`.
+
+    Of the first choices that fit; one that recomputes more only if memory binds before it, and if steps are shorter by
+    more than `CLEARLY`.
 
     Raises:
-        NothingFitsError: neither fits.
+        NothingFitsError: none fits.
     """
-    *before, last = [_with_gradients(config, gradients) for gradients in _gradients(given)]
-    for each in before:
-        with contextlib.suppress(NothingFitsError):
-            problem = _problem(given, each, spec, cluster, may_reorder=may_reorder)
-            return each, plan(problem, progress=progress_of("planning"))
-    problem = _problem(given, last, spec, cluster, may_reorder=may_reorder)
-    return last, plan(problem, progress=progress_of("planning"))
+    best: tuple[ClusterConfig, Planned] | None = None
+    *_, last = choices = _memory_choices(given)
+    for choice in choices:
+        if best is not None and (choice["gradients"] != best[0].memory.gradients or not _memory_binds(best[1])):
+            break
+        each = _with_memory(config, choice)
+        own = cluster if given.memory.recompute != "auto" else _recomputing(cluster, each.memory.recompute_of())
+        try:
+            problem = _problem(given, each, spec, own, may_reorder=may_reorder)
+            found = plan(problem, progress=progress_of("planning"))
+        except NothingFitsError:
+            if choice is last and best is None:
+                raise
+            continue
+        if best is None or found.tokens_per_s > best[1].tokens_per_s * (1 + CLEARLY):
+            best = each, found
+    assert best is not None
+    return best
 
 
-def _gradients(given: ClusterConfig) -> list[str]:
-    """What gradients may be kept as, the first choice first."""
-    if given.memory.gradients != "auto":
-        return [given.memory.gradients]
-    return ["fp32"] if given.training.is_fused else ["fp32", "fp8"]
+def _memory_choices(given: ClusterConfig) -> list[dict[str, Any]]:
+    """What may be chosen under `memory`, the first choice first: what keeps all bits before 8-bit gradients."""
+    gradients: list[str] = [given.memory.gradients]
+    if given.memory.gradients == "auto":
+        gradients = ["fp32"] if given.training.is_fused else ["fp32", "fp8"]
+    levels: list[Any] = [given.memory.recompute]
+    if given.memory.recompute == "auto" and given.model.sleep is not None:
+        levels = ["none"]
+    elif given.memory.recompute == "auto":
+        levels = list(RECOMPUTED) if given.memory.activations == "none" else ["none", "block"]
+    return [{"gradients": each, "recompute": level} for each in gradients for level in levels]
 
 
-def _with_gradients(config: ClusterConfig, gradients: str) -> ClusterConfig:
-    memory = config.memory.model_copy(update={"gradients": gradients})
-    return config.model_copy(update={"memory": memory})
+def _with_memory(config: ClusterConfig, choice: Mapping[str, Any]) -> ClusterConfig:
+    return config.model_copy(update={"memory": config.memory.model_copy(update=dict(choice))})
+
+
+def _recomputing(cluster: ClusterNumbers, level: Recompute) -> ClusterNumbers:
+    """Figures of blocks whose backward computes part of the forward again."""
+
+    def slower(times: LayerTimes) -> LayerTimes:
+        again_s, split_s = RECOMPUTED[level] * times.block_forward, times.block_input_gradient
+        changed = {"block_backward": times.block_backward + again_s}
+        changed |= {} if split_s is None else {"block_input_gradient": split_s + again_s}
+        return times.model_copy(update=changed)
+
+    hosts = [host.model_copy(update={"compute": list(map(slower, host.compute))}) for host in cluster.hosts]
+    return cluster.model_copy(update={"hosts": hosts})
+
+
+def _memory_binds(planned: Planned) -> bool:
+    """Whether some stage has no memory for another micro-batch in flight."""
+    best, table = planned.best, planned.table
+    spare = table.memory[list(best.plan.hosts)] - np.array(best.memory_nbytes)
+    one = table.problem.model.held[best.plan.micro_batch].block * np.array(best.plan.layers)
+    return bool((spare < one).any())
 
 
 def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:

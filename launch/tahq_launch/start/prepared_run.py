@@ -24,6 +24,7 @@ from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
 from tahq.errors import NothingToDoError, SnapshotError, UserError
+from tahq.memory.config import with_recompute
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.quant import CodecSpec
@@ -324,6 +325,9 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         _keep_division(values, old, given)
     if given.memory.gradients == "auto":
         values["memory"]["gradients"] = old.get("memory", {}).get("gradients", "auto")
+    kept_level = with_recompute(old).get("memory", {}).get("recompute", "auto")
+    if given.memory.recompute == "auto" and not isinstance(kept_level, list):
+        values["memory"]["recompute"] = kept_level
     if given.memory.loss_chunks is None:
         values["memory"]["loss_chunks"] = old.get("memory", {}).get("loss_chunks", 1)
     if given.memory.agoq.bits == "auto" and values["pipeline"]["stages"] == old.get("pipeline", {}).get("stages"):
