@@ -18,6 +18,7 @@ from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
 from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice
 
@@ -32,8 +33,19 @@ every_level = pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_loss_and_gradients_have_the_bits_of_a_pass_that_recomputes_nothing(family, level, bf16, dropout, is_split):
-    spec = make_spec(family, dropout=dropout)
-    plain, other = make_slice(spec), make_slice(spec, level)
+    check_bits(make_spec(family, dropout=dropout), level, bf16, is_split, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@every_level
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_bits_are_equal_on_cuda(family, level, is_split):
+    check_bits(make_spec(family), level, True, is_split, torch.device("cuda"))
+
+
+def check_bits(spec: ModelSpec, level: Recompute, bf16: bool, is_split: bool, device: torch.device) -> None:
+    plain, other = make_slice(spec, device=device), make_slice(spec, level, device=device)
     deferred = DeferredGradients() if is_split else None
     with sharing_weight_copies():
         assert different(gradients(plain, bf16=bf16), gradients(other, bf16=bf16, deferred=deferred)) == []
