@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.inproc_transport import InprocPair, VirtualClock
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.outbound import BusyClocks, LinkCounter
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.wire_time import RECENT_S, HeartbeatTimes, PieceTimes, WireClock, busy_seconds
 
@@ -177,3 +178,22 @@ def test_heartbeat_that_met_data_on_its_way_says_nothing():
     clock.advance(0.5)
     (stats,) = pair.lower.take_stats()
     assert stats.heartbeats == ()
+
+
+def test_a_time_that_ends_before_it_was_read_last_never_counts_negatively():
+    """The thread that ends it looked at the clock before the other one did."""
+    id = LogicalId(1, 0, 0, Purpose.TRAIN, 0, 0, Direction.FORWARD)
+    counter, busy, sending = LinkCounter(0, None), BusyClocks(), BusyClocks()
+    frame = Frame(id, 0, torch.uint8, (8,), torch.zeros(8, dtype=torch.uint8))
+    found = []
+    for begin_s, read_s, end_s in ((10.0, 10.5, 10.495), (11.0, 11.003, 11.1), (12.0, 12.25, 12.25)):
+        counter.count(frame)
+        for clocks in (busy, sending):
+            clocks.change(id, 1, begin_s)
+        (stats,) = counter.take(busy, sending, read_s)
+        assert stats.busy_s == stats.sending_s
+        found.append(stats.busy_s)
+        for clocks in (busy, sending):
+            clocks.change(id, -1, end_s)
+    assert min(found) >= 0
+    assert found == pytest.approx([0.5, 0.0, 0.345])

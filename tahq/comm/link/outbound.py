@@ -129,8 +129,10 @@ class LinkCounter:
             own = tuple(piece for piece in pieces if piece.id.direction is direction)
             if not count[0] and not own:
                 continue
-            busy_s, sending_s = busy.total_s(direction, now_s), sending.total_s(direction, now_s)
             before_s = self._taken_s[direction]
+            # another thread may end a time slightly before the moment until which it was counted here already
+            busy_s = max(before_s[0], busy.total_s(direction, now_s))
+            sending_s = max(before_s[1], sending.total_s(direction, now_s))
             times_s = (busy_s - before_s[0], sending_s - before_s[1])
             stats.append(LinkStats(self._link, direction, *count, *times_s, own, heartbeats))
             self._counts[direction], self._taken_s[direction] = (0, 0, 0, 0), (busy_s, sending_s)
