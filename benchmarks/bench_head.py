@@ -11,12 +11,12 @@ chunks of `--chunk` tokens. *Peak*: bytes above those of weight, its gradient an
 
 import argparse
 import importlib.util
-import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from harness import Table, main, milliseconds, need_gpu
+from harness import Table, main, medians_in_turn, need_gpu
 from torch.nn import Parameter
 from torch.nn import functional as F
 
@@ -91,16 +91,12 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
                 y = loss(hidden, weight, labels)
             y.backward()
 
-        times: dict[str, list[float]] = {name: [] for name in losses}
-        peaks = {name: peak_nbytes(lambda loss=loss: work(loss), device) for name, loss in losses.items()}
-        for _ in range(options.repeats):
-            for name, loss in losses.items():
-                times[name].append(milliseconds(lambda loss=loss: work(loss), device))
-        first_ms = statistics.median(times["whole"])
+        works = {name: partial(work, loss) for name, loss in losses.items()}
+        peaks = {name: peak_nbytes(each, device) for name, each in works.items()}
+        times_ms = medians_in_turn(works, device, options.repeats)
         cells = [f"{tokens:,}"]
-        for name in losses:
-            ms = statistics.median(times[name])
-            cells += [f"{peaks[name] / 2**20:,.0f}", f"{ms:,.1f}", f"{first_ms / ms:.2f}"]
+        for name, ms in times_ms.items():
+            cells += [f"{peaks[name] / 2**20:,.0f}", f"{ms:,.1f}", f"{times_ms['whole'] / ms:.2f}"]
         yield cells
 
 

@@ -10,13 +10,12 @@ recomputation.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from typing import get_args
 
 import torch
 from bench_head import DTYPES, peak_nbytes
-from harness import Table, main, milliseconds, need_gpu
+from harness import Table, main, medians_in_turn, need_gpu
 
 from tahq.memory.config import EXACTLY_STORED, Recompute
 from tahq.memory.recompute import recompute
@@ -45,7 +44,7 @@ def step_of(spec: ModelSpec, blocks: BlockRange, level: Recompute, options: argp
     def step() -> None:
         with sharing_weight_copies(), torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
             y = module(x)
-            y.backward(flowing)
+        y.backward(flowing)
 
     step()  # so that gradients are there
     return step
@@ -60,22 +59,22 @@ def rows(family: str, options: argparse.Namespace) -> Iterator[list[str]]:
     blocks, bf16 = BlockRange(1, options.blocks + 1, options.blocks + 2), options.dtype == "bf16"
     steps = {level: step_of(spec, blocks, level, options) for level in LEVELS}
     peaks = {level: peak_nbytes(step, device) for level, step in steps.items()} if device.type == "cuda" else {}
-    times: dict[str, list[float]] = {level: [] for level in LEVELS}
-    for _ in range(options.repeats):
-        for level, step in steps.items():
-            times[level].append(milliseconds(step, device))
-    first_ms = statistics.median(times["none"])
+    times_ms = medians_in_turn(steps, device, options.repeats)
     for level in LEVELS:
-        shape = MicroBatchShape(
-            *(SAMPLES, seq_len, bf16),
-            recompute="none" if level == "block" else level,
-            stored_layers=EXACTLY_STORED.get(level, ()),
-        )
-        kept = saved_by_slice(spec, blocks, shape, checkpoint_blocks=level == "block") / options.blocks
-        ms = statistics.median(times[level])
+        stored = EXACTLY_STORED.get(level, ())
+        shape = MicroBatchShape(SAMPLES, seq_len, bf16, recompute=level, stored_layers=stored)
+        kept = saved_by_slice(spec, blocks, shape) / options.blocks
+        ms, relative = times_ms[level], times_ms[level] / times_ms["none"]
         peak = [f"{peaks[level] / 2**20:,.0f}"] if peaks else []
         tensor = 2 * options.tokens * options.hidden
-        yield [level, f"{kept / 2**20:,.1f}", f"{kept / tensor:.1f}", *peak, f"{ms:,.1f}", f"{ms / first_ms:.2f}"]
+        yield [
+            level,
+            f"{kept / 2**20:,.1f}",
+            f"{kept / tensor:.1f}",
+            *peak,
+            f"{ms:,.1f}",
+            f"{relative:.2f}",
+        ]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

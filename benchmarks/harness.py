@@ -124,6 +124,15 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def medians_in_turn(calls: Mapping[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each call, all of them called in turn, `repeats` times."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(milliseconds(call, device))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
     """Time per call of `count` calls in a row, from an idle device to an idle device."""
     if device.type != "cuda":

@@ -69,7 +69,7 @@ def test_activations_are_those_of_the_fullest_moment_of_the_schedule(pipeline, s
     kept, always = {}, 0
     for chunk in chunks_of(config, stage):
         blocks = ranges[chunk]
-        saved = saved_by_slice(spec, blocks, MicroBatchShape(2, 32), checkpoint_blocks=False)
+        saved = saved_by_slice(spec, blocks, MicroBatchShape(2, 32))
         # an output, and a raw frame each way at each cut; beside them a gradient received and one to send
         kept[chunk] = saved + TENSOR * (not blocks.last) + 2 * TENSOR * ((not blocks.first) + (not blocks.last))
         always += TENSOR * ((not blocks.first) + (not blocks.last))
@@ -88,8 +88,8 @@ def test_tensors_for_weight_gradients_count_where_they_exceed_checkpointed_input
     config = configured(model=model, memory=memory, pipeline={"schedule": "zero-bubble"})
     spec = resolved_spec(config, None)
     blocks, row = block_ranges(config, spec)[stage], config.pipeline.actions(16).actions[stage]
-    shape = MicroBatchShape(2, 32)
-    saved = saved_by_slice(spec, blocks, shape, checkpoint_blocks=True)
+    shape = MicroBatchShape(2, 32, recompute="block")
+    saved = saved_by_slice(spec, blocks, shape)
     left = deferred_by_slice(spec, blocks, shape)
     assert left > 2 * saved
     now = most = 0

@@ -129,7 +129,6 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action],
         shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
-        checkpoint_blocks=config.memory.recompute_of(chunk % config.pipeline.stages) == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(training, config.run.seed),
@@ -151,9 +150,10 @@ def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int
 def micro_batch_shape(
     config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, bf16: bool, stage: int | None = None
 ) -> MicroBatchShape:
-    """The shape of micro-batches of this many samples, and how the configuration computes them.
+    """The shape of micro-batches of this many samples, and how the configuration computes them on a stage.
 
-    `stage`: None: where stages differ, with what keeps most, or of the first.
+    Without a stage, as a plan counts all of them alike: with the lowest level of recomputation, and the first stage's
+    bits.
     """
     low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
     level = memory.recompute_of(stage)
@@ -162,7 +162,7 @@ def micro_batch_shape(
         config.data.seq_len,
         bf16,
         coat=memory.activations == "coat",
-        recompute="none" if level == "block" else level,
+        recompute=level,
         stored_bits=memory.agoq.bits_of(stage or 0) if memory.activations == "agoq" else None,
         stored_layers=memory.agoq.stored if memory.activations == "agoq" else EXACTLY_STORED.get(level, ()),
         coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),

@@ -18,7 +18,7 @@ EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
     "norm": ("norms", "mlp"),
     "ffn": ("norms",),
 }
-"""By level, the layers whose inputs are kept as they are, outside of what is checkpointed."""
+"""By level, the layers whose inputs are kept unchanged, outside of what is checkpointed."""
 
 
 def with_recompute(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ class AgoqConfig(Section):
 class MemoryConfig(Section):
     """What a stage keeps in memory, and in which format."""
 
-    recompute: Literal["auto", "none", "swiglu", "norm", "ffn", "qkv", "att", "block"] | list[Recompute] = "auto"
+    recompute: Literal["auto", Recompute] | list[Recompute] = "auto"
     """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
     norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
     stages or by stage. `auto`: none, unless memory is what limits a plan. A run's config.yaml says what was chosen."""

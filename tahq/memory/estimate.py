@@ -40,7 +40,6 @@ class StepNumbers:
     shape: MicroBatchShape
     in_flight: int
     optimizer_nbytes: Callable[[Iterable[tuple[int, ...]]], int]
-    checkpoint_blocks: bool
     frame_nbytes: int
     kept_code_nbytes: int = 0  # Bytes of FP8 codes per element of a block's matrix (`memory.coat.keep_weight_codes`)
     low_rank: LowRankSettings | None = None
@@ -104,7 +103,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     low_rank = [low_rank_bytes(each.shape, each.settings) for each in covered.values()]
     weights = [_FP32 * math.prod(shape) for shape in ordinary.values()]
     gradients = [0, *weights, *(each.gradient for each in low_rank)]
-    saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
+    saved = saved_by_slice(spec, blocks, numbers.shape)
     deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     copies = codes + _copies(spec, blocks, numbers)
@@ -127,8 +126,9 @@ def _gradients(each: Sequence[int], numbers: StepNumbers) -> int:
 
 
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
-    num_blocks = min(1, len(blocks)) if numbers.checkpoint_blocks else len(blocks)
-    num_heads = numbers.in_flight if numbers.checkpoint_blocks and not numbers.splits_backward else 1
+    are_shared = numbers.shape.recompute != "block"
+    num_blocks = len(blocks) if are_shared else min(1, len(blocks))
+    num_heads = 1 if are_shared or numbers.splits_backward else numbers.in_flight
     head = copied_by_head(spec, numbers.shape) if blocks.last else 0
     return num_blocks * copied_by_block(spec, numbers.shape) + num_heads * head
 
@@ -141,8 +141,7 @@ def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
     every = range(blocks.start, blocks.stop)
-    whole = numbers.checkpoint_blocks
-    again = max((recomputed_by_block(spec, block, numbers.shape, whole=whole) for block in every), default=0)
+    again = max((recomputed_by_block(spec, block, numbers.shape) for block in every), default=0)
     logits = head_workspace(spec, numbers.shape) if blocks.last else 0
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)

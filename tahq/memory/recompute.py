@@ -40,7 +40,7 @@ FUSED_ATTENTION = (
 
 
 def recompute(module: ModelSlice, level: Recompute) -> None:
-    """Make a slice's blocks keep what a level says; call it once, on a slice that nothing else has changed."""
+    """Make a slice's blocks keep what a level says; call it once, before COAT or AGoQ change them."""
     module.checkpoint_blocks, module.owns_products = level == "block", level not in ("none", "block")
     stored = EXACTLY_STORED.get(level, ())
     for block in module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}").children():

@@ -30,6 +30,8 @@ from tahq.models.partition import BlockRange
 _FP32 = 4
 _BF16 = 2
 _FP8 = 1
+_MLP_AGAIN, _ATTENTION_AGAIN = ("ffn", "qkv", "att"), ("qkv", "att")
+"""Levels of recomputation that compute a part of a block again as a whole."""
 _WRITTEN_OUT = "gelu_new"  # GPT-2's own activation, in eight operations
 
 
@@ -45,8 +47,8 @@ class MicroBatchShape:
     seq_len: int
     bf16: bool = False
     coat: bool = False  # `memory.activations: coat`
-    recompute: Recompute = "none"  # `memory.recompute`, but for `block`
-    stored_bits: int | None = None  # Of `memory.activations: agoq`; None: inputs are kept as they are
+    recompute: Recompute = "none"  # `memory.recompute`
+    stored_bits: int | None = None  # Of `memory.activations: agoq`; None: inputs are kept unchanged
     stored_layers: Collection[str] = ()  # `memory.agoq.stored`, or what `recompute` keeps the inputs of
     coat_gradient_nbytes: int = 0
     """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
@@ -65,16 +67,9 @@ class MicroBatchShape:
         return _BF16 if self.bf16 else _FP32
 
 
-def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape, *, checkpoint_blocks: bool) -> int:
-    """Bytes that one micro-batch in flight keeps in a stage.
-
-    Without checkpointing: Σ `saved_by_block`, rotary tables, and the ends. With it: each block's input, 4·T·C bytes,
-    instead.
-    """
-    if checkpoint_blocks:
-        inner = len(blocks) * _FP32 * shape.num_tokens * spec.hidden_size
-    else:
-        inner = sum(saved_by_block(spec, block, shape) for block in range(blocks.start, blocks.stop))
+def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
+    """Bytes that one micro-batch in flight keeps in a stage: Σ `saved_by_block`, rotary tables, and the ends."""
+    inner = sum(saved_by_block(spec, block, shape) for block in range(blocks.start, blocks.stop))
     first = saved_by_embedding(spec, shape) if blocks.first else 0
     last = saved_by_head(spec, shape) if blocks.last else 0
     return inner + rotary_tables(spec, shape) + first + last
@@ -91,31 +86,31 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; the layers in `stored_layers` keep
     their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, 4·T·C.
     """
+    stream = _FP32 * shape.num_tokens * spec.hidden_size
+    if shape.recompute == "block":
+        return stream
     if shape.coat:
         return _coat_block(spec, shape) + _attention(spec, block, shape)
-    stream = _FP32 * shape.num_tokens * spec.hidden_size
-    of_mlp = stream if shape.recompute in ("ffn", "qkv", "att") else _mlp_part(spec, shape)
-    if shape.recompute == "att":
-        return stream + of_mlp
-    if shape.recompute == "qkv":
-        return stream + _fused_output(spec, block, shape) + of_mlp
-    return _attention_part(spec, block, shape) + of_mlp
+    of_mlp = stream if shape.recompute in _MLP_AGAIN else _mlp_part(spec, shape)
+    if shape.recompute not in _ATTENTION_AGAIN:
+        return _attention_part(spec, block, shape) + of_mlp
+    return stream + of_mlp + (_fused_output(spec, block, shape) if shape.recompute == "qkv" else 0)
 
 
-def recomputed_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape, *, whole: bool) -> int:
-    """The most bytes that a block's parts keep while its backward has computed them again; `whole`: all at once.
+def recomputed_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
+    """The most bytes that a block's parts keep while its backward has computed them again.
 
     Norms and activations that are computed one by one are not counted.
     """
-    if whole:
-        return saved_by_block(spec, block, shape)
+    if shape.recompute == "block":
+        return saved_by_block(spec, block, replace(shape, recompute="none"))
     plain = replace(shape, recompute="none", stored_layers=())
-    of_mlp = _mlp_part(spec, plain) if shape.recompute in ("ffn", "qkv", "att") else 0
-    return max(of_mlp, _attention_part(spec, block, plain) if shape.recompute in ("qkv", "att") else 0)
+    of_mlp = _mlp_part(spec, plain) if shape.recompute in _MLP_AGAIN else 0
+    return max(of_mlp, _attention_part(spec, block, plain) if shape.recompute in _ATTENTION_AGAIN else 0)
 
 
 def _stored(shape: MicroBatchShape, channels: int, element_nbytes: int) -> int:
-    """Bytes of T·channels stored numbers, of `element_nbytes` each where they are kept as they are."""
+    """Bytes of T·channels stored numbers, of `element_nbytes` each where they are kept unchanged."""
     num = shape.num_tokens * channels
     return num * element_nbytes if shape.stored_bits is None else stored_nbytes(num, shape.stored_bits)
 
@@ -178,13 +173,22 @@ def _mlp_part(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def _norm(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
-    """A norm's input and statistics, and its output, of which in Llama's layers each product makes its bf16 copy."""
-    tokens, hidden = shape.num_tokens, spec.hidden_size
+    """A norm's input and statistics, in RMSNorm also the normalised input, and its output."""
+    tokens, output = shape.num_tokens, _norm_output(spec, shape, num_products)
     if "norms" in shape.stored_layers:
-        return _stored(shape, hidden, _FP32)
+        return output
+    channels = spec.hidden_size + 2 if spec.layout.rotary is None else 2 * spec.hidden_size + 1
+    return _FP32 * tokens * channels + output
+
+
+def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
+    """A norm's output, of which in Llama's layers each product makes its bf16 copy; or what recomputes it."""
+    elements = shape.num_tokens * spec.hidden_size
+    if "norms" in shape.stored_layers:
+        return _stored(shape, spec.hidden_size, _FP32)
     if spec.layout.rotary is None:
-        return _FP32 * tokens * (hidden + 2) + shape.element_nbytes * tokens * hidden
-    return _FP32 * tokens * (2 * hidden + 1) + tokens * hidden * (num_products * _BF16 if shape.bf16 else _FP32)
+        return shape.element_nbytes * elements
+    return elements * (num_products * _BF16 if shape.bf16 else _FP32)
 
 
 def _mlp(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -288,26 +292,19 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
     inner, width = _inner(spec), int(config.num_attention_heads) * head_dim(config)
     is_gpt2 = spec.layout.rotary is None
-    outputs = (
-        5 * hidden + inner if is_gpt2 else 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + 2 * inner
-    )
+    outputs = 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + (1 if is_gpt2 else 2) * inner
     if shape.coat:
         return tokens * (2 * hidden + inner + element * width + (shape.coat_gradient_nbytes or element) * outputs)
-    # of a part that is checkpointed, the inputs that it has computed again
-    kept = {"ffn": ("norms",), "qkv": (), "att": ()}.get(shape.recompute, shape.stored_layers)
-    of_mlp = () if shape.recompute in ("ffn", "qkv", "att") else shape.stored_layers
-
-    def norm(stored: Collection[str], num_products: int) -> int:
-        if "norms" in stored:
-            return _stored(shape, hidden, _FP32)
-        if is_gpt2:
-            return element * tokens * hidden
-        return tokens * hidden * (num_products * _BF16 if shape.bf16 else _FP32)
-
+    # what was computed again as a whole keeps its inputs
+    again = replace(shape, stored_layers=())
+    of_attention = again if shape.recompute in _ATTENTION_AGAIN else shape
+    of_mlp = again if shape.recompute in _MLP_AGAIN else shape
+    norms = _norm_output(spec, of_attention, 3) + _norm_output(spec, of_mlp, 2)
+    has_codes = "attention" in of_attention.stored_layers
+    attention = _stored(shape, width, element) if has_codes else element * tokens * width
     stored_mlp = (1 if is_gpt2 else 2) * _stored(shape, inner, element)
-    mlp = stored_mlp if "mlp" in of_mlp else element * tokens * inner
-    attention = _stored(shape, width, element) if "attention" in kept else element * tokens * width
-    return norm(kept, 3) + norm(of_mlp, 2) + mlp + attention + element * tokens * outputs
+    mlp = stored_mlp if "mlp" in of_mlp.stored_layers else element * tokens * inner
+    return norms + attention + mlp + element * tokens * outputs
 
 
 def deferred_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -306,11 +306,8 @@ class ComputeMeasurement:
         Raises:
             Exception: torch's, where it does not fit (`is_out_of_memory`).
         """
-        # the most that a block keeps, or its fp32 input where blocks are computed again
         shape = micro_batch_shape(self._config, self._spec, micro_batch, bf16=self._bf16, stage=self._stage)
-        activations = 4 * shape.num_tokens * self._spec.hidden_size
-        if self._config.memory.recompute_of(self._stage) != "block":
-            activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
+        activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
         if self._config.model.sleep is not None:
             blocks = sum(map(len, block_ranges(self._config, self._spec)[self._stage :: self._config.pipeline.stages]))
             forward_s, backward_s = self._config.model.sleep.of(self._stage)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ SPEC = load_spec(
     ModelConfig(family="llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2), vocab_size=64, seq_len=16
 )
 SHAPE = MicroBatchShape(micro_batch=2, seq_len=16)
+CHECKPOINTED = replace(SHAPE, recompute="block")
 TENSOR = 4 * 2 * 16 * 32
 """Bytes of a boundary tensor, 4·T·C."""
 
@@ -38,7 +40,6 @@ def numbers(**changes) -> StepNumbers:
         "shape": SHAPE,
         "in_flight": 3,
         "optimizer_nbytes": two_states,
-        "checkpoint_blocks": False,
         "frame_nbytes": 1000,
     }
     return StepNumbers(**(values | changes))
@@ -65,20 +66,21 @@ def test_bf16_copies_count_once_except_the_head_with_checkpointing(blocks, has_h
     of_block = 2 * SPEC.layout.block_weights(SPEC.hf_config)
     of_head = 2 * 32 * 64 if has_head else 0
 
-    def copies(**changes) -> int:
-        bf16, fp32 = (estimate(blocks, shape=MicroBatchShape(2, 16, is_bf16), **changes) for is_bf16 in (True, False))
+    def copies(recompute="none", **changes) -> int:
+        shapes = (MicroBatchShape(2, 16, is_bf16, recompute=recompute) for is_bf16 in (True, False))
+        bf16, fp32 = (estimate(blocks, shape=shape, **changes) for shape in shapes)
         return bf16.weights - fp32.weights
 
     assert copies(in_flight=1) == copies(in_flight=3) == 2 * of_block + of_head
     # Nothing is shared where blocks are computed again: each graph has its own copy of the head.
-    assert copies(checkpoint_blocks=True) == of_block + 3 * of_head
-    assert copies(checkpoint_blocks=True, splits_backward=True) == of_block + of_head
+    assert copies("block") == of_block + 3 * of_head
+    assert copies("block", splits_backward=True) == of_block + of_head
 
 
-@pytest.mark.parametrize("checkpoint_blocks", [False, True])
-def test_a_checkpoint_has_neither_bf16_copies_nor_codes(checkpoint_blocks):
-    plain = estimate(BlockRange(2, 4, 4), checkpoint_blocks=checkpoint_blocks)
-    bf16 = {"shape": MicroBatchShape(2, 16, True), "kept_code_nbytes": 2, "checkpoint_blocks": checkpoint_blocks}
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_checkpoint_has_neither_bf16_copies_nor_codes(recompute):
+    plain = estimate(BlockRange(2, 4, 4), shape=replace(SHAPE, recompute=recompute))
+    bf16 = {"shape": MicroBatchShape(2, 16, True, recompute=recompute), "kept_code_nbytes": 2}
     memory = estimate(BlockRange(2, 4, 4), **bf16)
     matrices = sum(
         parameter.numel() for parameter in plain_slice(BlockRange(1, 3, 4)).parameters() if parameter.ndim > 1
@@ -140,10 +142,10 @@ def test_bytes_of_low_rank_weights_equal_the_saved_tensors(optimizer, blocks, ke
 
 def test_activations_cover_micro_batches_in_flight_and_deferred_weight_gradients():
     blocks = BlockRange(1, 3, 4)
-    saved, left = saved_by_slice(SPEC, blocks, SHAPE, checkpoint_blocks=True), deferred_by_slice(SPEC, blocks, SHAPE)
-    again = estimate(blocks, in_flight=3, put_off=2, checkpoint_blocks=True)
+    saved, left = saved_by_slice(SPEC, blocks, CHECKPOINTED), deferred_by_slice(SPEC, blocks, SHAPE)
+    again = estimate(blocks, shape=CHECKPOINTED, in_flight=3, put_off=2)
     assert again.activations == saved + 2 * left
-    kept = saved_by_slice(SPEC, blocks, SHAPE, checkpoint_blocks=False)
+    kept = saved_by_slice(SPEC, blocks, SHAPE)
     assert kept > left
     for put_off in (0, 2):
         assert estimate(blocks, in_flight=3, put_off=put_off).activations == 3 * kept
@@ -164,7 +166,7 @@ def test_boundary_counts_outputs_gradients_and_frames(blocks, num_tensors):
 
 
 def test_checkpointing_trades_activations_for_one_block_of_workspace():
-    plain, checkpointed = (estimate(BlockRange(1, 3, 4), checkpoint_blocks=flag) for flag in (False, True))
+    plain, checkpointed = (estimate(BlockRange(1, 3, 4), shape=shape) for shape in (SHAPE, CHECKPOINTED))
     assert plain.workspace == 0
     assert checkpointed.workspace == saved_by_block(SPEC, 1, SHAPE)
     assert checkpointed.activations < plain.activations / 5

@@ -118,5 +118,5 @@ def test_count_equals_what_is_kept(family, level, bf16, dropout):
     spec, blocks = make_spec(family, dropout=dropout), BlockRange(1, 2, 3)
     module = make_slice(spec, level, blocks=blocks)
     shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, recompute=level, stored_layers=EXACTLY_STORED.get(level, ()))
-    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    counted = saved_by_slice(spec, blocks, shape)
     assert counted == pytest.approx(kept_nbytes(module, bf16=bf16), rel=0.01)

@@ -65,7 +65,7 @@ RANGES = [BlockRange(0, 1, 3), BlockRange(1, 3, 3), BlockRange(0, 3, 3)]
 
 
 def check_count(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape, module: ModelSlice | None = None) -> None:
-    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    counted = saved_by_slice(spec, blocks, shape)
     own, shared = measured_nbytes(spec, blocks, bf16=shape.bf16, module=module)
     assert counted == pytest.approx(own, rel=TOLERANCE)
     assert counted_copies(spec, blocks, shape) == shared
@@ -156,7 +156,7 @@ def test_count_covers_a_loss_in_chunks(family, bf16):
     own, shared = measured_nbytes(spec, blocks, bf16=bf16, module=module)
     # saved and freed within the forward: log-probabilities, labels, and the number of these in each chunk
     meanwhile = shape.num_tokens * (4 * VOCAB + 8) + 3 * 4
-    assert saved_by_slice(spec, blocks, shape, checkpoint_blocks=False) + meanwhile == own
+    assert saved_by_slice(spec, blocks, shape) + meanwhile == own
     assert counted_copies(spec, blocks, shape) == shared
 
 

@@ -151,7 +151,6 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
         shape=micro_batch_shape(config, spec, 1, bf16=keeps_copies),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
-        checkpoint_blocks=False,
         frame_nbytes=0,
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(config.training, config.run.seed),
@@ -181,25 +180,25 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     shape = micro_batch_shape(config, spec, micro_batch, bf16=_computes_bf16(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
-    recomputes = config.memory.recompute_of() == "block"
+    copies = shape.recompute == "block"  # which nothing else shares, see `stage_memory`
     largest, head = _decoded_elements(config, spec)
     matrix = 2 * shape.element_nbytes  # decoded, and its gradient
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
-    heads = copied_by_head(spec, shape) if recomputes and not splits_backward else 0  # see `stage_memory`
-    kept, head_kept = tensor if recomputes else saved, saved_by_head(spec, shape)
+    heads = copied_by_head(spec, shape) if copies and not splits_backward else 0
+    head_kept = saved_by_head(spec, shape)
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
-    again = max(recomputed_by_block(spec, block, shape, whole=recomputes) for block in range(spec.num_layers))
+    again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
     return HeldBytes(
-        block=kept,
+        block=saved,
         first=saved_by_embedding(spec, shape),
         last=head_kept + heads,
-        block_put_off=max(0, deferred[0] - kept),
+        block_put_off=max(0, deferred[0] - saved),
         last_put_off=max(0, deferred[1] - head_kept),
         stage=rotary_tables(spec, shape),
         tensor=tensor,
         workspace=head_workspace(spec, shape) + matrix * head + gradient,
-        again=again + (copied_by_block(spec, shape) if recomputes else 0) + matrix * largest + gradient,
+        again=again + (copied_by_block(spec, shape) if copies else 0) + matrix * largest + gradient,
     )
 
 

@@ -62,7 +62,7 @@ class Layer(Protocol):
 
 
 Bits = int | None
-"""Of a stored number; None: it is kept as it is."""
+"""Per stored number; None: inputs are kept unchanged."""
 
 
 def store_inputs(module: ModelSlice, config: AgoqConfig, bits: int) -> None:
