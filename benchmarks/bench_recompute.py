@@ -62,7 +62,7 @@ def rows(family: str, options: argparse.Namespace) -> Iterator[list[str]]:
     times_ms = medians_in_turn(steps, device, options.repeats)
     for level in LEVELS:
         stored = EXACTLY_STORED.get(level, ())
-        shape = MicroBatchShape(SAMPLES, seq_len, bf16, recompute=level, stored_layers=stored)
+        shape = MicroBatchShape(SAMPLES, seq_len, bf16, device.type == "cuda", recompute=level, stored_layers=stored)
         kept = saved_by_slice(spec, blocks, shape) / options.blocks
         ms, relative = times_ms[level], times_ms[level] / times_ms["none"]
         peak = [f"{peaks[level] / 2**20:,.0f}"] if peaks else []

@@ -19,8 +19,8 @@ def configured(**sections) -> ClusterConfig:
     return ClusterConfig.model_validate(tiny(model=model, training=training, **sections))
 
 
-def estimated(config: ClusterConfig, stage: int, *, bf16: bool = False):
-    return stage_estimate(config, resolved_spec(config, None), stage, bf16=bf16)
+def estimated(config: ClusterConfig, stage: int):
+    return stage_estimate(config, resolved_spec(config, None), stage, device="cpu")
 
 
 def bits(rounding: str = "strict", spare: tuple[float, ...] = (), **pipeline) -> list[int]:
@@ -45,7 +45,7 @@ def test_strict_bits_never_store_more_than_the_fullest_stage():
     spec = resolved_spec(config, None)
     plain = configured(pipeline=config.pipeline.model_dump())
     stored, kept = (
-        [stage_estimate(each, spec, stage, bf16=False).activations for stage in range(4)]
+        [stage_estimate(each, spec, stage, device="cpu").activations for stage in range(4)]
         for each in (with_memory_choices(config, spec), plain)
     )
     assert max(stored) == stored[0] < kept[0]

@@ -91,7 +91,7 @@ def config(hosts="local", **sections) -> ClusterConfig:
 
 
 def estimated(made: ClusterConfig, stage: int):
-    return stage_estimate(made, resolved_spec(made, None), stage, bf16=False)
+    return stage_estimate(made, resolved_spec(made, None), stage, device="cpu")
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def test_full_memory_is_reported_and_ends_the_worker_with_status_4(monkeypatch):
     assert (reported, caught.value.exit_status) == ([caught.value], 4)
 
 
-def advised(*, bf16: bool = False, on_cpu: bool = True, **sections) -> dict[str, int]:
+def advised(*, device: str = "cpu", **sections) -> dict[str, int]:
     made = config(**sections)
-    saved = dict(memory_savings(made, resolved_spec(made, None), 0, bf16=bf16, on_cpu=on_cpu))
+    saved = dict(memory_savings(made, resolved_spec(made, None), 0, device=device))
     assert list(saved.values()) == sorted(saved.values(), reverse=True)
     assert all(nbytes > 0 for nbytes in saved.values())
     return saved
@@ -142,10 +142,9 @@ def advised(*, bf16: bool = False, on_cpu: bool = True, **sections) -> dict[str,
 
 def test_fp8_activations_are_advised_for_models_that_have_them():
     coat = "memory.activations: coat"
-    on_cuda = {"bf16": True, "on_cpu": False}
-    assert advised(**on_cuda, model={"family": "llama"})[coat] > 0
-    assert coat not in advised(**on_cuda, model={"family": "llama"}, memory={"activations": "coat"})
-    assert coat not in advised(**on_cuda, model={"family": "gpt2"})
+    assert advised(device="cuda", model={"family": "llama"})[coat] > 0
+    assert coat not in advised(device="cuda", model={"family": "llama"}, memory={"activations": "coat"})
+    assert coat not in advised(device="cuda", model={"family": "gpt2"})
     low_rank = {"optimizer": "qgalore", "precision": "bf16"}
     assert coat not in advised(model={"family": "llama"}, training=low_rank)
 
@@ -177,8 +176,9 @@ def test_shallower_schedules_and_fewer_checkpoint_buffers_are_advised():
     assert "pipeline.schedule: 1f1b" in advised(pipeline={"schedule": "gpipe"})
     assert "pipeline.in_flight: null" in advised(pipeline={"in_flight": 4})
     memory = estimated(config(run={"snapshot_every": 5}), 0)
-    for bf16 in (False, True):  # no checkpoint has the bf16 copies
-        buffers = advised(bf16=bf16, run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
+    for precision in ("fp32", "bf16"):  # no checkpoint has the bf16 copies
+        training = {"precision": precision}
+        buffers = advised(training=training, run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
         assert buffers == 2 * (memory.weights + memory.optimizer)
 
 

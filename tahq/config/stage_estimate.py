@@ -22,16 +22,22 @@ MOST_LOGITS_NBYTES = 512 * 2**20
 """Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open."""
 
 
-def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
+def computes_in_bf16(config: ClusterConfig, device: str) -> bool:
+    """Whether a stage on this type of device computes under bf16 autocast (`training.precision`)."""
+    precision = config.training.precision
+    return precision == "bf16" or (precision == "auto" and device == "cuda")
+
+
+def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> StageMemory:
     """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
 
-    Layers of a configuration that is not resolved are divided by counted cost.
+    Layers of a configuration that is not resolved are divided by counted cost. `device`: its type, cpu or cuda.
     """
     ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
     row = config.pipeline.actions(config.training.num_micro_batches).actions[stage % config.pipeline.stages]
 
     def memory(chunk: int, in_flight: int = 0, put_off: int = 0) -> StageMemory:
-        numbers = _step_numbers(config, spec, row, chunk, bf16)
+        numbers = _step_numbers(config, spec, row, chunk, device)
         return stage_memory(spec, ranges[chunk], replace(numbers, in_flight=in_flight, put_off=put_off))
 
     def one(chunk: int, is_put_off: bool) -> StageMemory:
@@ -82,7 +88,7 @@ def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Se
         return config.model_copy(update={"memory": config.memory.model_copy(update={"agoq": changed})})
 
     def total(stage: int, bits: int) -> int:
-        return stage_estimate(with_bits([bits] * len(rows)), spec, stage, bf16=False).total
+        return stage_estimate(with_bits([bits] * len(rows)), spec, stage, device="cpu").total
 
     for stage, spare in enumerate(spare_nbytes):
         fit = (bits for bits in FORMATS if total(stage, bits) - total(stage, 4) <= max(0, spare))
@@ -122,15 +128,19 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
     return range(stage % config.pipeline.stages, config.pipeline.num_chunks, config.pipeline.stages)
 
 
-def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool) -> StepNumbers:
+def _step_numbers(
+    config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, device: str
+) -> StepNumbers:
     """The numbers of a chunk with nothing in flight."""
     training = config.training
     return StepNumbers(
-        shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
+        shape=micro_batch_shape(
+            config, spec, training.micro_batch, device=device, stage=chunk % config.pipeline.stages
+        ),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
-        kept_code_nbytes=kept_code_nbytes(config, bf16),
+        kept_code_nbytes=kept_code_nbytes(config, device),
         low_rank=low_rank_settings(training, config.run.seed),
         splits_backward=any(action.kind is ActionKind.I for action in row),
         is_fused=training.is_fused,
@@ -148,7 +158,7 @@ def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int
 
 
 def micro_batch_shape(
-    config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, bf16: bool, stage: int | None = None
+    config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, device: str, stage: int | None = None
 ) -> MicroBatchShape:
     """The shape of micro-batches of this many samples, and how the configuration computes them on a stage.
 
@@ -156,11 +166,12 @@ def micro_batch_shape(
     bits.
     """
     low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
-    level = memory.recompute_of(stage)
+    level, bf16 = memory.recompute_of(stage), computes_in_bf16(config, device)
     return MicroBatchShape(
         micro_batch,
         config.data.seq_len,
         bf16,
+        fused=device == "cuda" and memory.activations == "none",
         coat=memory.activations == "coat",
         recompute=level,
         stored_bits=memory.agoq.bits_of(stage or 0) if memory.activations == "agoq" else None,
@@ -177,11 +188,11 @@ def _coat_gradient_nbytes(config: ClusterConfig, bf16: bool) -> int:
     return 0 if config.memory.coat.backward_products == "bf16" else (2 if bf16 else 1)
 
 
-def kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
+def kept_code_nbytes(config: ClusterConfig, device: str) -> int:
     """Bytes that COAT keeps beside each element of a matrix; FP8 units, in use where bf16 is, take two layouts."""
     if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
         return 0
-    return 2 if bf16 else 1
+    return 2 if computes_in_bf16(config, device) else 1
 
 
 def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
@@ -195,23 +206,21 @@ def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
 # -- changes that would save memory ------------------------------------------------------------------
 
 
-def memory_savings(
-    config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, on_cpu: bool
-) -> list[tuple[str, int]]:
+def memory_savings(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> list[tuple[str, int]]:
     """Changes of a resolved configuration that would make a stage smaller, and bytes saved, the largest saving first.
 
-    With `on_cpu`, copies for checkpoints are in the same memory.
+    On a CPU copies for checkpoints are in the same memory.
     """
-    now = stage_estimate(config, spec, stage, bf16=bf16)
+    now = stage_estimate(config, spec, stage, device=device)
     found: list[tuple[str, int]] = []
-    if on_cpu and config.run.snapshot_every is not None:
+    if device == "cpu" and config.run.snapshot_every is not None:
         found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * now.snapshot))
     for change, changed in _changes(config, spec, stage):
         try:
             ClusterConfig.model_validate(changed.model_dump(mode="json"))
             # more stages: the largest of them, wherever that will be
             stages = range(changed.pipeline.stages) if changed.pipeline.stages != config.pipeline.stages else (stage,)
-            then = max(stage_estimate(changed, spec, number, bf16=bf16).total for number in stages)
+            then = max(stage_estimate(changed, spec, number, device=device).total for number in stages)
         except (UserError, ValueError):
             continue  # the rest of the configuration forbids it
         found.append((change, now.total - then))

@@ -8,7 +8,8 @@ I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 un
 norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
 all micro-batches share: see `copied_by_block` and `copied_by_head`.
 
-With `memory.recompute` blocks keep less (`memory/recompute.py`). With `memory.activations: coat` they keep FP8 codes
+On CUDA norms and activations are kernels that keep their inputs and outputs (`fused`). With `memory.recompute` blocks
+keep less (`memory/recompute.py`). With `memory.activations: coat` they keep FP8 codes
 and their scales (`coat/fp8_flow.py`), and no copies; with `agoq` codes of some layers' inputs
 (`agoq/stored_inputs.py`).
 
@@ -46,6 +47,7 @@ class MicroBatchShape:
     micro_batch: int
     seq_len: int
     bf16: bool = False
+    fused: bool = False  # Norms and activations by the kernels of `memory/recompute.py`
     coat: bool = False  # `memory.activations: coat`
     recompute: Recompute = "none"  # `memory.recompute`
     stored_bits: int | None = None  # Of `memory.activations: agoq`; None: inputs are kept unchanged
@@ -82,7 +84,8 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     GELU (norm outputs, Q, K, V, attention output; five in the MLP, two where the GELU is one operation,
     `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
     outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
-    + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. With
+    + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. `fused`:
+    8·T·C for the inputs of two norms, 2·a·T·C for their outputs, 2·a·T·I or 3·a·T·I for the MLP's activation. With
     COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; the layers in `stored_layers` keep
     their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, 4·T·C.
     """
@@ -178,7 +181,7 @@ def _norm(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
     if "norms" in shape.stored_layers:
         return output
     channels = spec.hidden_size + 2 if spec.layout.rotary is None else 2 * spec.hidden_size + 1
-    return _FP32 * tokens * channels + output
+    return _FP32 * tokens * (spec.hidden_size if shape.fused else channels) + output
 
 
 def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
@@ -186,7 +189,7 @@ def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> 
     elements = shape.num_tokens * spec.hidden_size
     if "norms" in shape.stored_layers:
         return _stored(shape, spec.hidden_size, _FP32)
-    if spec.layout.rotary is None:
+    if spec.layout.rotary is None or shape.fused:
         return shape.element_nbytes * elements
     return elements * (num_products * _BF16 if shape.bf16 else _FP32)
 
@@ -196,9 +199,10 @@ def _mlp(spec: ModelSpec, shape: MicroBatchShape) -> int:
     config, element = spec.hf_config, shape.element_nbytes
     inner, is_stored = _inner(spec), "mlp" in shape.stored_layers
     if spec.layout.rotary is None:
-        num = 5 if config.activation_function == _WRITTEN_OUT else 2
+        num = 5 if config.activation_function == _WRITTEN_OUT and not shape.fused else 2
         return _stored(shape, inner, element) if is_stored else element * shape.num_tokens * inner * num
-    return 2 * _stored(shape, inner, element) if is_stored else element * shape.num_tokens * 4 * inner
+    num = 3 if shape.fused and config.hidden_act == "silu" else 4
+    return 2 * _stored(shape, inner, element) if is_stored else element * shape.num_tokens * num * inner
 
 
 def _mask(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -234,6 +238,8 @@ def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
     heads, channels = query_heads + kv_heads, head_dim(spec.hf_config)
     if "norms" in shape.stored_layers:
         return _stored(shape, (query_heads + kv_heads) * channels, shape.element_nbytes)
+    if shape.fused:
+        return shape.num_tokens * heads * channels * shape.element_nbytes
     return shape.num_tokens * heads * (channels * (_FP32 + shape.element_nbytes) + _FP32)
 
 

@@ -16,7 +16,7 @@ from tahq.comm.control.messages import Assign, Hello, Plan
 from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import chunks_of, loss_chunks, stage_estimate
+from tahq.config.stage_estimate import chunks_of, computes_in_bf16, loss_chunks, stage_estimate
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
@@ -74,12 +74,6 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
-    """Whether a stage on this device computes under bf16 autocast (`training.precision`)."""
-    precision = config.training.precision
-    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
 def snapshots_folder(config: ClusterConfig) -> Path:
@@ -142,7 +136,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
     Raises:
         ModelError: `memory.activations` has no code for the model's blocks.
     """
-    recompute(module, config.memory.recompute_of(stage))
+    recompute(module, config.memory.recompute_of(stage), fuses=config.memory.activations == "none")
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
@@ -270,7 +264,7 @@ class Assembly:
             self._batches,
             transports,
             device=self.device,
-            bf16=computes_in_bf16(config, self.device),
+            bf16=computes_in_bf16(config, self.device.type),
             order=self._sample_order(plan),
             cache_folder=Path(config.run.dir) / config.run.name / "cache",
             on_action=on_action,
@@ -354,5 +348,5 @@ def _check_room(config: ClusterConfig, spec: ModelSpec, stage: int) -> None:
     if config.model.sleep is not None or (are_together and stage > 0):
         return
     stages = range(config.pipeline.num_workers) if are_together else [stage]
-    nbytes = sum(stage_estimate(config, spec, number, bf16=False).snapshot for number in stages)
+    nbytes = sum(stage_estimate(config, spec, number, device="cpu").snapshot for number in stages)
     check_room(snapshots_folder(config), nbytes)

@@ -60,7 +60,7 @@ from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.pipeline.checkpoint.copies import CheckpointCopies
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.stage import Stage
-from tahq.worker.assembly import Assembly, compute_device, computes_in_bf16, resolved_spec
+from tahq.worker.assembly import Assembly, compute_device, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions, WorkerTraining
 from tahq.worker.links import LinkOrder, WorkerLinks, control_shaping, copy_rate_bits_per_s, open_endpoint
 from tahq.worker.measuring import measure
@@ -320,11 +320,10 @@ def out_of_memory(
 
 def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
     """The stage's needs and advice; if they cannot be estimated, advice without numbers."""
-    bf16 = computes_in_bf16(config, device)
     try:
         spec = resolved_spec(config, None)
-        memory = stage_estimate(config, spec, stage, bf16=bf16)
-        helpful = memory_savings(config, spec, stage, bf16=bf16, on_cpu=device.type == "cpu")
+        memory = stage_estimate(config, spec, stage, device=device.type)
+        helpful = memory_savings(config, spec, stage, device=device.type)
         depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage % config.pipeline.stages)
     except (UserError, ValueError, MemoryError, RuntimeError):
         return _GENERAL

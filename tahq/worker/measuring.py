@@ -21,7 +21,7 @@ from tahq import __version__
 from tahq.comm.control.messages import Assign, Bye, ComputeMeasured, Hello, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import micro_batch_shape
+from tahq.config.stage_estimate import computes_in_bf16, micro_batch_shape
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
@@ -34,7 +34,7 @@ from tahq.plan.measure.meter import Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq.worker.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
+from tahq.worker.assembly import block_ranges, keep_as_configured, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions
 from tahq.worker.links import listening_addresses
 
@@ -297,7 +297,7 @@ class ComputeMeasurement:
         self._working = working
         self._timer = DeviceTimer(device, shares=shares_gpu)
         self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
-        self._bf16 = computes_in_bf16(config, device)
+        self._bf16 = computes_in_bf16(config, device.type)
         self.hidden_size = self._spec.hidden_size
 
     def layer_times(self, micro_batch: int) -> LayerTimes:
@@ -306,7 +306,7 @@ class ComputeMeasurement:
         Raises:
             Exception: torch's, where it does not fit (`is_out_of_memory`).
         """
-        shape = micro_batch_shape(self._config, self._spec, micro_batch, bf16=self._bf16, stage=self._stage)
+        shape = micro_batch_shape(self._config, self._spec, micro_batch, device=self._device.type, stage=self._stage)
         activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
         if self._config.model.sleep is not None:
             blocks = sum(map(len, block_ranges(self._config, self._spec)[self._stage :: self._config.pipeline.stages]))

@@ -299,7 +299,7 @@ def test_blocks_recompute_as_much_as_fits(planned, share, chosen):
     }
     least = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
     spec = resolved_spec(least, None)
-    stages = [stage_estimate(least, spec, stage, bf16=False) for stage in range(4)]
+    stages = [stage_estimate(least, spec, stage, device="cpu") for stage in range(4)]
     limit = max(each.total - (1 - share) * each.activations for each in stages)
     found = planned(values, memory=int(limit / 0.9))
     assert found.config.memory.recompute == chosen
@@ -346,7 +346,7 @@ def test_bits_of_stored_activations_follow_the_planned_depths_and_are_kept(plann
 
 
 def needs(config, stage):
-    return stage_estimate(config, resolved_spec(config, None), stage, bf16=False).total
+    return stage_estimate(config, resolved_spec(config, None), stage, device="cpu").total
 
 
 def test_figures_of_another_model_are_not_used(planned):

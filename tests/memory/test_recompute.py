@@ -6,7 +6,16 @@ from typing import get_args
 import pytest
 import torch
 from support.samples import normal
-from support.small_slices import MICRO_BATCH, MIDDLE, SEQ_LEN, different, gradients, make_slice, make_spec
+from support.small_slices import (
+    MICRO_BATCH,
+    MIDDLE,
+    SEQ_LEN,
+    different,
+    gradients,
+    make_slice,
+    make_spec,
+    relative_distance,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,11 +50,23 @@ def test_loss_and_gradients_have_the_bits_of_a_pass_that_recomputes_nothing(fami
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_bits_are_equal_on_cuda(family, level, is_split):
-    check_bits(make_spec(family), level, True, is_split, torch.device("cuda"))
+    check_bits(make_spec(family, hidden_size=320), level, True, is_split, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_kernels_compute_what_transformers_does(family, bf16):
+    spec = make_spec(family, hidden_size=320, num_heads=2)
+    exact = gradients(make_slice(spec, device="cuda"))
+    plain, got = (gradients(make_slice(spec, level, device="cuda"), bf16=bf16) for level in (None, "none"))
+    for name in got:
+        if not name.endswith("k_proj.bias"):  # 0 but for rounding
+            assert relative_distance(got[name], exact[name]) < 1.2 * relative_distance(plain[name], exact[name]) + 1e-5
 
 
 def check_bits(spec: ModelSpec, level: Recompute, bf16: bool, is_split: bool, device: torch.device) -> None:
-    plain, other = make_slice(spec, device=device), make_slice(spec, level, device=device)
+    plain, other = make_slice(spec, "none", device=device), make_slice(spec, level, device=device)
     deferred = DeferredGradients() if is_split else None
     with sharing_weight_copies():
         assert different(gradients(plain, bf16=bf16), gradients(other, bf16=bf16, deferred=deferred)) == []
@@ -80,7 +101,8 @@ class _Watch(TorchDispatchMode):
         given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
+            is_tensor = isinstance(each, torch.Tensor) and each.device.type != "meta"
+            if is_tensor and each.untyped_storage()._cdata not in given:
                 reference = StorageWeakRef(each.untyped_storage())
                 self._seen[reference.cdata] = reference, each.untyped_storage().nbytes()
         return result
@@ -92,11 +114,11 @@ class _Watch(TorchDispatchMode):
 
 def kept_nbytes(module: ModelSlice, *, bf16: bool) -> int:
     """Bytes that are alive between forward and backward, without weights and what micro-batches share."""
-    watch = _Watch()
+    watch, device = _Watch(), next(module.parameters()).device
 
     def node() -> object:
-        x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).to(device).requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             return module(x).grad_fn  # not the output itself
 
     with sharing_weight_copies():
@@ -115,8 +137,20 @@ def kept_nbytes(module: ModelSlice, *, bf16: bool) -> int:
     ("family", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("llama", 0.1), ("qwen3", 0.0)]
 )
 def test_count_equals_what_is_kept(family, level, bf16, dropout):
-    spec, blocks = make_spec(family, dropout=dropout), BlockRange(1, 2, 3)
-    module = make_slice(spec, level, blocks=blocks)
-    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, recompute=level, stored_layers=EXACTLY_STORED.get(level, ()))
+    check_count(make_spec(family, dropout=dropout), level, bf16, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["none", *(level for level in LEVELS if level != "block")])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_count_equals_what_is_kept_on_cuda(family, level):
+    check_count(make_spec(family, hidden_size=256, num_heads=2), level, True, "cuda")
+
+
+def check_count(spec: ModelSpec, level: Recompute, bf16: bool, device: str) -> None:
+    blocks, stored = BlockRange(1, 2, 3), EXACTLY_STORED.get(level, ())
+    module = make_slice(spec, level, blocks=blocks, device=device)
+    fused = device == "cuda"
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, fused, recompute=level, stored_layers=stored)
     counted = saved_by_slice(spec, blocks, shape)
     assert counted == pytest.approx(kept_nbytes(module, bf16=bf16), rel=0.01)

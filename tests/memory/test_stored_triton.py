@@ -3,6 +3,8 @@
 The interpreter cuts off where bf16 rounds, so that tensors in and out are fp32 there.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from support.interpreter import DEVICE, on_device, sizes
@@ -19,6 +21,7 @@ from tahq.models.deferred_gradients import DeferredGradients
 pytestmark = on_device
 BITS = (4, 5, 6, 8)
 every_format = pytest.mark.parametrize("bits", BITS)
+every_format_or_unchanged = pytest.mark.parametrize("bits", [None, *BITS])
 every_dtype = pytest.mark.parametrize("dtype", sizes([torch.float32], [], [torch.bfloat16]), ids=str)
 ROWS = sizes([(3, 384)], [(5, 128)], [(2, 300, 768), (64, 4096)])
 
@@ -65,6 +68,15 @@ def test_codes_and_numbers_equal_the_references(kernels, bits, shape, dtype):
     assert torch.equal(decoded.nan_to_num(7.0), dequantize_blocks(expected, x.shape).nan_to_num(7.0))
 
 
+def decoded(kept: list[torch.Tensor], bits: int | None, x: torch.Tensor) -> torch.Tensor:
+    """What is kept of x, which must be x itself without bits, as a leaf in fp32."""
+    if bits is None:
+        assert torch.equal(kept[0], x)
+        return x.float().clone().requires_grad_()
+    assert same_codes(BlockCodes(*kept), quantize_blocks(x, bits))
+    return dequantize_blocks(BlockCodes(*kept), x.shape).requires_grad_()
+
+
 def norms(channels: int) -> list[nn.Module]:
     made = [LlamaRMSNorm(channels), nn.LayerNorm(channels)]
     for module in made:
@@ -74,27 +86,35 @@ def norms(channels: int) -> list[nn.Module]:
 
 
 @every_dtype
-@every_format
+@every_format_or_unchanged
 @pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_norms_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shape, dtype):
+    check_norms(kernels, bits, shape, dtype)
+
+
+@every_dtype
+def test_unchanged_inputs_of_norms_have_any_number_of_channels(kernels, dtype):
+    check_norms(kernels, None, (3, 200), dtype)
+
+
+def check_norms(kernels: Any, bits: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, flowing = (3 + normal(shape)).to(DEVICE, dtype), normal(shape, seed=2).to(DEVICE, dtype)
     for module in norms(shape[-1]):
         layer = kernels.StoredNorm(module, bits, x, dtype)
         y, tensors = layer.run(x)
-        assert same_codes(BlockCodes(*tensors), quantize_blocks(x, bits))
         close(y, module(x.float()).to(dtype))
-        decoded = dequantize_blocks(BlockCodes(*tensors), x.shape).requires_grad_()
-        expected = module(decoded)
+        leaf = decoded(tensors, bits, x)
+        expected = module(leaf)
         close(layer.output(tensors), expected.detach().to(dtype))
         expected.backward(flowing.float())
         got = layer.gradients(tensors, flowing, [True] * (1 + len(layer.parameters)))
-        close(got[0], decoded.grad.to(dtype))
+        close(got[0], leaf.grad.to(dtype))
         for gradient, parameter in zip(got[1:], layer.parameters, strict=True):
             close(gradient, parameter.grad)
 
 
 @every_dtype
-@every_format
+@every_format_or_unchanged
 @pytest.mark.parametrize("shape", sizes([(3, 100)], [(17, 128)], [(2, 300, 3072)]), ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 def test_activations_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shape, gated, dtype):
@@ -106,15 +126,13 @@ def test_activations_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shap
 
     layer = kernels.StoredActivation(bits, *inputs)
     y, tensors = layer.run(*inputs)
-    coded = [BlockCodes(*tensors[at : at + 2]) for at in range(0, len(tensors), 2)]
-    for each, x in zip(coded, inputs, strict=True):
-        assert same_codes(each, quantize_blocks(x, bits))
     close(y, function(*(x.float() for x in inputs)).to(dtype))
-    decoded = [dequantize_blocks(each, x.shape).requires_grad_() for each, x in zip(coded, inputs, strict=True)]
-    expected = function(*decoded)
+    num = len(tensors) // len(inputs)
+    leaves = [decoded(tensors[num * at : num * (at + 1)], bits, x) for at, x in enumerate(inputs)]
+    expected = function(*leaves)
     close(layer.output(tensors), expected.detach().to(dtype))
     expected.backward(flowing.float())
-    for gradient, leaf in zip(layer.gradients(tensors, flowing, [True] * len(inputs)), decoded, strict=True):
+    for gradient, leaf in zip(layer.gradients(tensors, flowing, [True] * len(inputs)), leaves, strict=True):
         close(gradient, leaf.grad.to(dtype))
 
 

@@ -14,6 +14,7 @@ import torch
 from tahq.comm.topology import Position, total_steps
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
+from tahq.config.stage_estimate import computes_in_bf16
 from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
@@ -33,7 +34,6 @@ from tahq.worker.assembly import (
     StageData,
     block_ranges,
     compute_device,
-    computes_in_bf16,
     keep_as_configured,
     resolved_spec,
 )
@@ -174,7 +174,7 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
     ]
     for chunk, part in enumerate(slices):
         keep_as_configured(config, part, chunk % config.pipeline.stages)
-    return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device))
+    return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device.type))
 
 
 def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int], None]:

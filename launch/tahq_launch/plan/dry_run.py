@@ -15,7 +15,7 @@ import torch
 from tahq.comm.link.frame import Direction
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import chunks_of, memory_lines, stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import chunks_of, computes_in_bf16, memory_lines, stage_estimate, with_memory_choices
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -27,7 +27,7 @@ from tahq.quant import get_codec
 from tahq.quant.aqsgd.codec import AqsgdCodec
 from tahq.quant.config import WireConfig
 from tahq.units import format_rate, format_size
-from tahq.worker.assembly import block_ranges, computes_in_bf16
+from tahq.worker.assembly import block_ranges
 from tahq_launch.command_line import plain_table
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.plan.step_traffic import StepFlow, host_traffic, link_speeds, step_flows, wire_only_step_s
@@ -59,10 +59,10 @@ class _DryRun:
         self.schedule = config.pipeline.actions(config.training.num_micro_batches)
         self.stages = range(self.schedule.num_stages)
         self.devices = [stage_device(config, stage) for stage in self.stages]
-        self.bf16 = [computes_in_bf16(config, device) for device in self.devices]
+        self.bf16 = [computes_in_bf16(config, device.type) for device in self.devices]
         self.memory = []
-        for stage in self.stages:
-            self.memory.append(stage_estimate(config, self.spec, stage, bf16=self.bf16[stage]))
+        for stage, device in zip(self.stages, self.devices, strict=True):
+            self.memory.append(stage_estimate(config, self.spec, stage, device=device.type))
             progress((stage + 1) / len(self.stages))
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
         self.flows = step_flows(config, self.spec)

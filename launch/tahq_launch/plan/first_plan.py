@@ -46,7 +46,7 @@ from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
 from tahq_launch.plan.measure import measured, write_numbers
-from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
+from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers, stage_device
 from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
 from tahq_launch.start.launcher import ORDERLY
@@ -69,10 +69,13 @@ _NOT_MEASURED = (
     "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
     "below may change"
 )
-RECOMPUTED: Mapping[Recompute, float] = {"none": 0.0, "norm": 0.4, "ffn": 0.8, "block": 1.0}
+RECOMPUTED: Mapping[str, Mapping[Recompute, float]] = {
+    "cpu": {"none": 0.0, "norm": 0.4, "ffn": 0.8, "block": 1.0},
+    "cuda": {"none": 0.0, "norm": 0.05, "ffn": 0.5, "block": 1.0},
+}
 """Levels of `memory.recompute` that a plan may choose, and the share of a block's forward that its backward is taken to
-repeat. It is not measured on the device; on two CPU cores it was 0.2 to 0.3, 0.6 and 0.6 to 0.7, with a forward as a
-third of the time without recomputation (bench_recompute)."""
+repeat, by type of device. It is not measured at start; with a forward as a third of the time without recomputation it
+was 0.2 to 0.3, 0.6 and 0.6 to 0.7 on two CPU cores, and 0, 0.4 to 0.5 and 0.8 to 0.9 on an H200 (bench_recompute)."""
 CLEARLY = 0.02
 """Smallest gain for which blocks recompute more than is needed to fit."""
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
@@ -384,11 +387,12 @@ def _planned(
     """
     best: tuple[ClusterConfig, Planned] | None = None
     misfit: NothingFitsError | None = None
+    shares = RECOMPUTED[stage_device(config, 0).type]
     for choice in _memory_choices(given):
         if best is not None and (choice["gradients"] != best[0].memory.gradients or not _memory_binds(best[1])):
             break
         each = _with_memory(config, choice)
-        own = cluster if given.memory.recompute != "auto" else _recomputing(cluster, each.memory.recompute_of())
+        own = cluster if given.memory.recompute != "auto" else _recomputing(cluster, shares[each.memory.recompute_of()])
         try:
             problem = _problem(given, each, spec, own, may_reorder=may_reorder)
             found = plan(problem, progress=progress_of("planning"))
@@ -412,7 +416,7 @@ def _memory_choices(given: ClusterConfig) -> list[dict[str, Any]]:
     if given.memory.recompute == "auto" and given.model.sleep is not None:
         levels = ["none"]
     elif given.memory.recompute == "auto":
-        levels = list(RECOMPUTED) if given.memory.activations == "none" else ["none", "block"]
+        levels = list(RECOMPUTED["cpu"]) if given.memory.activations == "none" else ["none", "block"]
     return [{"gradients": each, "recompute": level} for each in gradients for level in levels]
 
 
@@ -420,11 +424,11 @@ def _with_memory(config: ClusterConfig, choice: Mapping[str, Any]) -> ClusterCon
     return config.model_copy(update={"memory": config.memory.model_copy(update=dict(choice))})
 
 
-def _recomputing(cluster: ClusterNumbers, level: Recompute) -> ClusterNumbers:
-    """Figures of blocks whose backward computes part of the forward again."""
+def _recomputing(cluster: ClusterNumbers, share: float) -> ClusterNumbers:
+    """Figures of blocks whose backward computes this share of the forward again."""
 
     def slower(times: LayerTimes) -> LayerTimes:
-        again_s, split_s = RECOMPUTED[level] * times.block_forward, times.block_input_gradient
+        again_s, split_s = share * times.block_forward, times.block_input_gradient
         changed = {"block_backward": times.block_backward + again_s}
         changed |= {} if split_s is None else {"block_input_gradient": split_s + again_s}
         return times.model_copy(update=changed)

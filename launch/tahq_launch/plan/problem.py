@@ -1,7 +1,7 @@
 """The planner's problem, from a cluster.yaml, numbers of hosts and the options of `tahq plan`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -34,7 +34,6 @@ from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem
 from tahq.plan.search.codecs import LADDER
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
-from tahq.worker.assembly import computes_in_bf16
 from tahq_launch.plan.numbers import stage_device
 
 _FP32 = 4
@@ -139,20 +138,20 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bo
     )
 
 
-def _computes_bf16(config: ClusterConfig) -> bool:
-    return computes_in_bf16(config, stage_device(config, 0))
+def _device(config: ClusterConfig) -> str:
+    return stage_device(config, 0).type
 
 
 def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
-    bf16 = _computes_bf16(config)
-    keeps_copies = config.memory.recompute_of() != "block" and bf16
+    device = _device(config)
+    shape = micro_batch_shape(config, spec, 1, device=device)
     numbers = StepNumbers(
-        shape=micro_batch_shape(config, spec, 1, bf16=keeps_copies),
+        shape=replace(shape, bf16=shape.bf16 and shape.recompute != "block"),  # which keeps no copies
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         frame_nbytes=0,
-        kept_code_nbytes=kept_code_nbytes(config, bf16),
+        kept_code_nbytes=kept_code_nbytes(config, device),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
         stores_gradients=config.memory.gradients == "fp8",
@@ -177,7 +176,7 @@ def _decoded_elements(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]
 
 
 def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_backward: bool) -> HeldBytes:
-    shape = micro_batch_shape(config, spec, micro_batch, bf16=_computes_bf16(config))
+    shape = micro_batch_shape(config, spec, micro_batch, device=_device(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     copies = shape.recompute == "block"  # which nothing else shares, see `stage_memory`

@@ -28,11 +28,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at 
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json, config_json
+from tahq.config.stage_estimate import computes_in_bf16
 from tahq.data.batches import BatchSource
 from tahq.models.loss import summed_cross_entropy
 from tahq.models.slice import ModelSlice
 from tahq.quant.spec import CodecSpec
-from tahq.worker.assembly import StageData, compute_device, computes_in_bf16
+from tahq.worker.assembly import StageData, compute_device
 from tahq_netem.programs import leave_with_stdin, module_argv
 from tahq_netem.runtimes.session import GrowingLines, RuntimeSession, RuntimeStep, SessionRequest
 from tahq_netem.sweep.spec import HALF_WIRE, PLAIN_WIRE
@@ -145,7 +146,7 @@ class Boundaries(nn.Module):
         super().__init__()
         self.module = module
         self._device = device
-        self._bf16 = computes_in_bf16(config, device)
+        self._bf16 = computes_in_bf16(config, device.type)
         self._is_last = is_last
         self._wire_dtype = wire_dtype(config)
 

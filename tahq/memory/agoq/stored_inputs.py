@@ -13,8 +13,8 @@ that of the decoded input: every intermediate value is recomputed from it (the p
 On CUDA the kernels of `stored_triton` compute norms, SiLU(gate)·up and GELU by tanh together with codes, recomputation
 and gradients; other layers, and all on a CPU, are torch's, differentiated by autograd at the decoded input.
 
-Without bits, inputs are kept as they are: the gradients are then those of a layer that recomputes nothing, to the bit
-(`memory/recompute.py`).
+Without bits, inputs are kept unchanged: the gradients are then those of a layer that recomputes nothing, to the bit
+(`memory/recompute.py`). That layer has the same kernels on CUDA, but keeps its output.
 
 Modules keep their names and parameters: `store_inputs` gives some of transformers' modules another `forward`. A tensor
 whose backward will recompute it carries how as the attribute `kept`, which the products that take it look for.
@@ -81,24 +81,28 @@ def is_norm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.LayerNorm) or type(layer).__name__.endswith("RMSNorm")
 
 
-def store_inputs_of(layer: Any, which: Sequence[str], bits: Bits, model: Any, *, is_own: bool) -> None:
+def store_inputs_of(
+    layer: Any, which: Sequence[str], bits: Bits, model: Any, *, is_own: bool, recomputes: bool = True
+) -> None:
     """Make one module of a block store its inputs, if `which` names its kind (`memory.agoq.stored`).
 
-    `model`: transformers' configuration; `is_own`: whether the module is the block's own child.
+    `model`: transformers' configuration; `is_own`: whether the module is the block's own child; `recomputes`: whether
+    the products that take its output have it recomputed, instead of keeping it.
     """
     name = type(layer).__name__
     if "norms" in which and is_norm(layer):
-        layer.forward = partial(_norm, layer, layer.forward, bits, is_own)
-    elif isinstance(layer, nn.Linear) or name == "Conv1D":
+        layer.forward = partial(_norm, layer, layer.forward, bits, recomputes, is_own)
+    elif recomputes and (isinstance(layer, nn.Linear) or name == "Conv1D"):
         layer.forward = partial(_recomputed_product, layer, layer.forward)
     elif "attention" in which and name.endswith("Attention"):
         layer.stored_bits = bits
         projection = layer.o_proj if hasattr(layer, "o_proj") else layer.c_proj
         projection.register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
     elif "mlp" in which and hasattr(layer, "gate_proj"):
-        layer.forward = partial(_gated_mlp, layer, bits, model.hidden_act == "silu")
+        layer.forward = partial(_gated_mlp, layer, bits, recomputes, model.hidden_act == "silu")
     elif "mlp" in which and hasattr(layer, "c_fc"):
-        layer.act.forward = partial(_gelu, layer.act.forward, bits, model.activation_function in TANH_GELUS)
+        is_by_tanh = model.activation_function in TANH_GELUS
+        layer.act.forward = partial(_activation, layer.act.forward, bits, recomputes, is_by_tanh)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -116,30 +120,34 @@ def _recomputed_product(layer: Any, forward: Function, x: torch.Tensor) -> torch
     return product(rows, weight, bias, transposed=False, deferred=deferred, kept=kept).view(*x.shape[:-1], -1)
 
 
-def _norm(layer: Any, forward: Function, bits: Bits, feeds_products: bool, x: torch.Tensor) -> torch.Tensor:
+def _norm(
+    layer: Any, forward: Function, bits: Bits, recomputes: bool, feeds_products: bool, x: torch.Tensor
+) -> torch.Tensor:
     kernels = _kernels_for(x, bits)
-    if kernels is None or x.shape[-1] % BLOCK != 0:
-        return stored(forward, bits, x, parameters=tuple(layer.parameters()))
+    if kernels is None or (bits is not None and x.shape[-1] % BLOCK != 0):
+        return stored(forward, bits, x, parameters=tuple(layer.parameters())) if recomputes else forward(x)
     # products would convert it themselves
     dtype = product_dtype(x) if feeds_products else torch.promote_types(x.dtype, layer.weight.dtype)
-    return _kept(kernels.StoredNorm(layer, bits, x, dtype), x)
+    return _kept(kernels.StoredNorm(layer, bits, x, dtype), x, recomputes=recomputes)
 
 
-def _gated_mlp(mlp: Any, bits: Bits, is_silu: bool, x: torch.Tensor) -> torch.Tensor:
+def _gated_mlp(mlp: Any, bits: Bits, recomputes: bool, is_silu: bool, x: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) · up(x))."""
-    inputs, activation = (mlp.gate_proj(x), mlp.up_proj(x)), mlp.act_fn
-    kernels = _kernels_for(x, bits) if is_silu else None
-    if kernels is None:
-        gated = stored(lambda gate, up: activation(gate) * up, bits, *inputs)
-    else:
-        gated = _kept(kernels.StoredActivation(bits, *inputs), *inputs)
+    activation = mlp.act_fn
+    gated = _activation(
+        lambda gate, up: activation(gate) * up, bits, recomputes, is_silu, mlp.gate_proj(x), mlp.up_proj(x)
+    )
     result: torch.Tensor = mlp.down_proj(gated)
     return result
 
 
-def _gelu(forward: Function, bits: Bits, is_by_tanh: bool, x: torch.Tensor) -> torch.Tensor:
-    kernels = _kernels_for(x, bits) if is_by_tanh else None
-    return stored(forward, bits, x) if kernels is None else _kept(kernels.StoredActivation(bits, x), x)
+def _activation(
+    function: Function, bits: Bits, recomputes: bool, has_kernel: bool, *inputs: torch.Tensor
+) -> torch.Tensor:
+    kernels = _kernels_for(inputs[0], bits) if has_kernel else None
+    if kernels is not None:
+        return _kept(kernels.StoredActivation(bits, *inputs), *inputs, recomputes=recomputes)
+    return stored(function, bits, *inputs) if recomputes else function(*inputs)
 
 
 def _stored_attention(
@@ -157,15 +165,18 @@ def _stored_attention(
 
 
 def _kernels_for(x: torch.Tensor, bits: Bits) -> Any:
-    """`_triton_for` in a forward pass that is recorded, else None; None for exact inputs."""
-    return _triton_for(x.device) if torch.is_grad_enabled() and bits is not None else None
+    """`_triton_for`, but codes only in a forward pass that is recorded."""
+    return _triton_for(x.device) if torch.is_grad_enabled() or bits is None else None
 
 
 def _triton_for(device: torch.device) -> Any:
-    """`stored_triton` on CUDA with triton, else None."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    return importlib.import_module("tahq.memory.agoq.stored_triton")
+    """`stored_triton` where there are kernels, else None."""
+    return importlib.import_module("tahq.memory.agoq.stored_triton") if has_kernels(device.type) else None
+
+
+def has_kernels(device_type: str) -> bool:
+    """Whether norms and activations are one kernel each: on CUDA with triton."""
+    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def stored(
@@ -186,14 +197,17 @@ def stored(
     return result
 
 
-def _kept(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
-    """The layer's output, which carries `kept`."""
+def _kept(layer: Layer, *inputs: torch.Tensor, recomputes: bool = True) -> torch.Tensor:
+    """The layer's output, which carries `kept` if products recompute it."""
     with torch.no_grad():
         output, tensors = layer.run(*inputs)
+    if not torch.is_grad_enabled():
+        return output
     result: torch.Tensor = _Stored.apply(  # type: ignore[no-untyped-call]
         layer, len(tensors), output, *tensors, *inputs, *layer.parameters
     )
-    result.kept = _Kept(layer, tensors)  # type: ignore[attr-defined]
+    if recomputes:
+        result.kept = _Kept(layer, tensors)  # type: ignore[attr-defined]
     return result
 
 

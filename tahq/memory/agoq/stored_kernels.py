@@ -1,7 +1,7 @@
 """Kernels on CUDA, launched by `stored_triton`: norms and activations fused with codes of their inputs; gradients.
 
 A norm's program has one row, others R blocks of 128. Codes are packed as `block_codes` says; scales are fp32, or int16
-with the bits of bf16.
+with the bits of bf16. Where BITS is 0 inputs are kept unchanged: they stand in the place of their codes.
 """
 
 import triton
@@ -55,6 +55,19 @@ def _store_blocks(
 
 
 @triton.jit
+def _load(
+    codes, scales, at, block, is_block, is_real,
+    R: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, PAIRED: tl.constexpr = False,
+):  # fmt: skip
+    """`_load_blocks`, or the numbers themselves, which begin at `codes`, where they are real."""
+    if BITS == 0:
+        values = tl.load(codes + at, mask=is_real, other=0.0).to(tl.float32)
+    else:
+        values = _load_blocks(codes, scales, block, is_block, R, BITS, NATIVE, PAIRED)
+    return values
+
+
+@triton.jit
 def _load_blocks(
     codes, scales, block, is_block,
     R: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, PAIRED: tl.constexpr = False,
@@ -86,27 +99,28 @@ def _load_blocks(
 
 
 @triton.jit
-def _normalised(values, is_block, channels, epsilon, CENTRED: tl.constexpr):
+def _normalised(values, is_real, channels, epsilon, CENTRED: tl.constexpr):
     """A row [K, 128] over its root mean square, CENTRED: after its mean is taken off; and the factor."""
     if CENTRED:
         mean = tl.sum(tl.sum(values, axis=1), axis=0) / channels
-        values = tl.where(is_block[:, None], values - mean, 0.0)
+        values = tl.where(is_real, values - mean, 0.0)
     inverse = inverse_root(tl.sum(tl.sum(values * values, axis=1), axis=0) / channels + epsilon)
     return values * inverse, inverse
 
 
 @triton.jit
 def _row(channels, K: tl.constexpr):
-    """Blocks of a row, offsets of its channels [K, 128], and which are real."""
+    """Blocks of a row, offsets of its channels [K, 128], and which are real: codes have whole blocks only."""
     block = tl.arange(0, K)
-    return block, block[:, None] * 128 + tl.arange(0, 128)[None, :], block < channels // 128
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    return block, column, block < channels // 128, column < channels
 
 
 @triton.jit
-def _scaled(normalised, weight, bias, column, is_block, HAS_BIAS: tl.constexpr):
-    y = normalised * tl.load(weight + column, mask=is_block[:, None], other=0.0).to(tl.float32)
+def _scaled(normalised, weight, bias, column, is_real, HAS_BIAS: tl.constexpr):
+    y = normalised * tl.load(weight + column, mask=is_real, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        y += tl.load(bias + column, mask=is_block[:, None], other=0.0).to(tl.float32)
+        y += tl.load(bias + column, mask=is_real, other=0.0).to(tl.float32)
     return y
 
 
@@ -117,13 +131,14 @@ def norm_forward_kernel(
     K: tl.constexpr,
 ):  # fmt: skip
     """A row's codes, and the norm of the exact row."""
-    block, column, is_block = _row(channels, K)
+    block, column, is_block, is_real = _row(channels, K)
     row = tl.program_id(0).to(tl.int64)
-    values = tl.load(x + row * channels + column, mask=is_block[:, None], other=0.0).to(tl.float32)
-    _store_blocks(values, codes, scales, row * (channels // 128) + block, is_block, K, BITS, LARGEST, NATIVE)
-    normalised, _ = _normalised(values, is_block, channels, epsilon, CENTRED)
-    out = _scaled(normalised, weight, bias, column, is_block, HAS_BIAS)
-    tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_block[:, None])
+    values = tl.load(x + row * channels + column, mask=is_real, other=0.0).to(tl.float32)
+    if BITS != 0:
+        _store_blocks(values, codes, scales, row * (channels // 128) + block, is_block, K, BITS, LARGEST, NATIVE)
+    normalised, _ = _normalised(values, is_real, channels, epsilon, CENTRED)
+    out = _scaled(normalised, weight, bias, column, is_real, HAS_BIAS)
+    tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_real)
 
 
 @triton.jit
@@ -132,12 +147,14 @@ def norm_output_kernel(
     CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """The norm of a decoded row."""
-    block, column, is_block = _row(channels, K)
+    block, column, is_block, is_real = _row(channels, K)
     row = tl.program_id(0).to(tl.int64)
-    values = _load_blocks(codes, scales, row * (channels // 128) + block, is_block, K, BITS, NATIVE, PAIRED=True)
-    normalised, _ = _normalised(values, is_block, channels, epsilon, CENTRED)
-    out = _scaled(normalised, weight, bias, column, is_block, HAS_BIAS)
-    tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_block[:, None])
+    at = row * channels + column
+    first = row * (channels // 128) + block
+    values = _load(codes, scales, at, first, is_block, is_real, K, BITS, NATIVE, PAIRED=True)
+    normalised, _ = _normalised(values, is_real, channels, epsilon, CENTRED)
+    out = _scaled(normalised, weight, bias, column, is_real, HAS_BIAS)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -146,15 +163,17 @@ def norm_backward_kernel(
     CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Gradients at the decoded rows; each program takes a share of the rows, and its part of the parameters'."""
-    block, column, is_block = _row(channels, K)
-    factor = tl.load(weight + column, mask=is_block[:, None], other=0.0).to(tl.float32)
+    block, column, is_block, is_real = _row(channels, K)
+    factor = tl.load(weight + column, mask=is_real, other=0.0).to(tl.float32)
     to_weight = tl.zeros([K, 128], tl.float32)
     to_bias = tl.zeros([K, 128], tl.float32)
     for program_row in range(tl.program_id(0), tokens, tl.num_programs(0)):
         row = tl.cast(program_row, tl.int64)
-        flowing = tl.load(gradient + row * channels + column, mask=is_block[:, None], other=0.0).to(tl.float32)
-        values = _load_blocks(codes, scales, row * (channels // 128) + block, is_block, K, BITS, NATIVE, PAIRED=True)
-        normalised, inverse = _normalised(values, is_block, channels, epsilon, CENTRED)
+        here = row * channels + column
+        flowing = tl.load(gradient + here, mask=is_real, other=0.0).to(tl.float32)
+        first = row * (channels // 128) + block
+        values = _load(codes, scales, here, first, is_block, is_real, K, BITS, NATIVE, PAIRED=True)
+        normalised, inverse = _normalised(values, is_real, channels, epsilon, CENTRED)
         to_weight += flowing * normalised
         to_bias += flowing
         weighted = flowing * factor
@@ -162,11 +181,11 @@ def norm_backward_kernel(
         if CENTRED:
             inner -= tl.sum(tl.sum(weighted, axis=1), axis=0) / channels
         out = (inner * inverse).to(of_input.dtype.element_ty)
-        tl.store(of_input + row * channels + column, out, mask=is_block[:, None])
+        tl.store(of_input + here, out, mask=is_real)
     at = tl.program_id(0).to(tl.int64) * channels + column
-    tl.store(of_weight + at, to_weight, mask=is_block[:, None])
+    tl.store(of_weight + at, to_weight, mask=is_real)
     if HAS_BIAS:
-        tl.store(of_bias + at, to_bias, mask=is_block[:, None])
+        tl.store(of_bias + at, to_bias, mask=is_real)
 
 
 # -- activations ---------------------------------------------------------------------------------
@@ -207,11 +226,13 @@ def activation_forward_kernel(
     """Codes of x, and of `up` where GATED; act(x)·up, or act(x)."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
     values = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
-    _store_blocks(values, codes, scales, block, is_block, R, BITS, LARGEST, NATIVE)
+    if BITS != 0:
+        _store_blocks(values, codes, scales, block, is_block, R, BITS, LARGEST, NATIVE)
     out, _ = _activated(values, GATED)
     if GATED:
         raised = tl.load(up + at, mask=is_real, other=0.0).to(tl.float32)
-        _store_blocks(raised, up_codes, up_scales, block, is_block, R, BITS, LARGEST, NATIVE)
+        if BITS != 0:
+            _store_blocks(raised, up_codes, up_scales, block, is_block, R, BITS, LARGEST, NATIVE)
         out *= raised
     tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
 
@@ -223,9 +244,9 @@ def activation_output_kernel(
 ):  # fmt: skip
     """The same of decoded numbers."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
-    out, _ = _activated(_load_blocks(codes, scales, block, is_block, R, BITS, NATIVE), GATED)
+    out, _ = _activated(_load(codes, scales, at, block, is_block, is_real, R, BITS, NATIVE), GATED)
     if GATED:
-        out *= _load_blocks(up_codes, up_scales, block, is_block, R, BITS, NATIVE)
+        out *= _load(up_codes, up_scales, at, block, is_block, is_real, R, BITS, NATIVE)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
 
 
@@ -237,10 +258,10 @@ def activation_backward_kernel(
     """Gradients at the decoded numbers."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
     flowing = tl.load(gradient + at, mask=is_real, other=0.0).to(tl.float32)
-    out, slope = _activated(_load_blocks(codes, scales, block, is_block, R, BITS, NATIVE), GATED)
+    out, slope = _activated(_load(codes, scales, at, block, is_block, is_real, R, BITS, NATIVE), GATED)
     if GATED:
         tl.store(of_up + at, (flowing * out).to(of_up.dtype.element_ty), mask=is_real)
-        flowing *= _load_blocks(up_codes, up_scales, block, is_block, R, BITS, NATIVE)
+        flowing *= _load(up_codes, up_scales, at, block, is_block, is_real, R, BITS, NATIVE)
     tl.store(of_x + at, (flowing * slope).to(of_x.dtype.element_ty), mask=is_real)
 
 

@@ -1,7 +1,8 @@
 """Norms and activations that keep codes of their inputs, on CUDA: one kernel each forward, recomputation and backward.
 
-Codes are those of `quantize_blocks`, bit for bit. Outputs and gradients are computed in fp32 and rounded once, where
-torch's layers may round between: within a few units of the last place of those.
+Without bits they keep the inputs themselves. Codes are those of `quantize_blocks`, bit for bit. Outputs and gradients
+are computed in fp32 and rounded once, where torch's layers may round between: within a few units of the last place of
+those.
 """
 
 from collections.abc import Sequence
@@ -51,9 +52,12 @@ def accumulated(gradient: torch.Tensor, past: BlockCodes | None) -> BlockCodes:
 
 
 class StoredNorm:
-    """An RMSNorm of transformers or a LayerNorm, of one input [..., C], C a multiple of 128; `dtype`: of the output."""
+    """An RMSNorm of transformers or a LayerNorm, of one input [..., C]; `dtype`: of the output.
 
-    def __init__(self, layer: Any, bits: int, x: torch.Tensor, dtype: torch.dtype) -> None:
+    With bits C is a multiple of 128.
+    """
+
+    def __init__(self, layer: Any, bits: int | None, x: torch.Tensor, dtype: torch.dtype) -> None:
         self._bits, self._like, self._dtype = bits, torch.empty_like(x, device="meta"), dtype
         self._weight, self._bias = layer.weight, getattr(layer, "bias", None)
         self._is_centred = isinstance(layer, nn.LayerNorm)
@@ -61,17 +65,17 @@ class StoredNorm:
         self.parameters = tuple(each for each in (self._weight, self._bias) if each is not None)
 
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Output, codes and scales."""
-        values, coded = x.detach().contiguous(), _empty(x, self._bits)
-        y = torch.empty(x.shape, dtype=self._dtype, device=x.device)
-        inputs, outputs = (values, *self._parameters()), (y, *_bits(coded))
+        """Output; codes and scales, or the input."""
+        values = x.detach().contiguous()
+        kept, y = _new_kept(values, self._bits), torch.empty(x.shape, dtype=self._dtype, device=x.device)
+        inputs, outputs = (values, *self._parameters()), (y, *_pair(kept))
         self._launch(kernels.norm_forward_kernel, self._tokens, *inputs, *outputs, **_largest(self._bits), **_EXACT)
-        return y, list(coded)
+        return y, kept
 
     def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of the decoded input."""
         y = torch.empty(self._like.shape, dtype=self._dtype, device=tensors[0].device)
-        self._launch(kernels.norm_output_kernel, self._tokens, *_bits(BlockCodes(*tensors)), *self._parameters(), y)
+        self._launch(kernels.norm_output_kernel, self._tokens, *_pair(tensors), *self._parameters(), y)
         return y
 
     def gradients(
@@ -84,7 +88,7 @@ class StoredNorm:
         parts = [torch.empty(num_programs, channels, device=device) for _ in self.parameters]
         self._launch(
             kernels.norm_backward_kernel, num_programs,
-            gradient.contiguous(), *_bits(BlockCodes(*tensors)), self._weight, of_input, parts[0], parts[-1],
+            gradient.contiguous(), *_pair(tensors), self._weight, of_input, parts[0], parts[-1],
             self._tokens, per_warp=_BACKWARD_PER_WARP,
         )  # fmt: skip
         of_parameters = (part.sum(0).to(each.dtype) for part, each in zip(parts, self.parameters, strict=True))
@@ -101,11 +105,11 @@ class StoredNorm:
         self, kernel: Any, programs: int, *arguments: Any, per_warp: int = _FORWARD_PER_WARP, **options: Any
     ) -> None:
         channels = self._like.shape[-1]
-        block = _power_of_two(channels // BLOCK)
+        block = _power_of_two(-(-channels // BLOCK))
         with on_device_of(arguments[0]):
             kernel[(programs,)](
                 *arguments, channels, self._epsilon,
-                CENTRED=self._is_centred, HAS_BIAS=self._bias is not None, BITS=self._bits,
+                CENTRED=self._is_centred, HAS_BIAS=self._bias is not None, BITS=self._bits or 0,
                 NATIVE=_is_native(arguments[0], self._bits), K=block,
                 num_warps=min(16, max(1, block * BLOCK // per_warp)), **options,
             )  # fmt: skip
@@ -116,22 +120,21 @@ class StoredActivation:
 
     parameters: tuple[nn.Parameter, ...] = ()
 
-    def __init__(self, bits: int, *inputs: torch.Tensor) -> None:
+    def __init__(self, bits: int | None, *inputs: torch.Tensor) -> None:
         self._bits, self._like = bits, [torch.empty_like(x, device="meta") for x in inputs]
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Output, codes and scales."""
-        values, coded = [x.detach().contiguous() for x in inputs], [_empty(x, self._bits) for x in inputs]
-        y = torch.empty_like(values[0])
-        outputs = (*_bits(coded[0]), *_bits(coded[-1]))
-        options = _largest(self._bits) | _EXACT
-        self._launch(kernels.activation_forward_kernel, values[0], values[-1], y, *outputs, **options)
-        return y, [tensor for each in coded for tensor in each]
+        """Output; codes and scales, or the inputs."""
+        values = [x.detach().contiguous() for x in inputs]
+        kept = [tensor for x in values for tensor in _new_kept(x, self._bits)]
+        y, options = torch.empty_like(values[0]), _largest(self._bits) | _EXACT
+        self._launch(kernels.activation_forward_kernel, values[0], values[-1], y, *self._pairs(kept), **options)
+        return y, kept
 
     def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of the decoded inputs."""
         y = torch.empty(self._like[0].shape, dtype=self._like[0].dtype, device=tensors[0].device)
-        self._launch(kernels.activation_output_kernel, *_codes_of_two(tensors), y)
+        self._launch(kernels.activation_output_kernel, *self._pairs(tensors), y)
         return y
 
     def gradients(
@@ -139,19 +142,24 @@ class StoredActivation:
     ) -> list[torch.Tensor | None]:
         """Of the inputs, at the decoded inputs."""
         found = [torch.empty(like.shape, dtype=like.dtype, device=gradient.device) for like in self._like]
-        inputs = (gradient.contiguous(), *_codes_of_two(tensors))
+        inputs = (gradient.contiguous(), *self._pairs(tensors))
         self._launch(kernels.activation_backward_kernel, *inputs, found[0], found[-1])
         return [each if is_needed else None for each, is_needed in zip(found, needed, strict=True)]
+
+    def _pairs(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The first input's `_pair` and the last one's."""
+        num = len(tensors) // len(self._like)
+        return (*_pair(tensors[:num]), *_pair(tensors[-num:]))
 
     def _launch(self, kernel: Any, *arguments: torch.Tensor, **options: Any) -> None:
         _launch_blocks(kernel, self._like[0].numel(), self._bits, *arguments, GATED=len(self._like) == 2, **options)
 
 
-def _launch_blocks(kernel: Any, numel: int, bits: int, *arguments: torch.Tensor, **options: Any) -> None:
+def _launch_blocks(kernel: Any, numel: int, bits: int | None, *arguments: torch.Tensor, **options: Any) -> None:
     programs = -(-numel // (BLOCK * _BLOCKS))
     with on_device_of(arguments[0]):
         kernel[(programs,)](
-            *arguments, numel, BITS=bits, NATIVE=_is_native(arguments[0], bits), **_runs(numel), **options
+            *arguments, numel, BITS=bits or 0, NATIVE=_is_native(arguments[0], bits), **_runs(numel), **options
         )
 
 
@@ -159,11 +167,11 @@ def _runs(numel: int) -> dict[str, Any]:
     return {"EVEN": numel % BLOCK == 0, "R": _BLOCKS, "num_warps": 2}
 
 
-def _largest(bits: int) -> dict[str, Any]:
-    return {"LARGEST": FORMATS[bits].largest}
+def _largest(bits: int | None) -> dict[str, Any]:
+    return {"LARGEST": 0.0 if bits is None else FORMATS[bits].largest}
 
 
-def _is_native(like: torch.Tensor, bits: int) -> bool:
+def _is_native(like: torch.Tensor, bits: int | None) -> bool:
     return bits == 8 and has_fp8_units(like.device)
 
 
@@ -177,9 +185,14 @@ def _bits(coded: BlockCodes) -> tuple[torch.Tensor, torch.Tensor]:
     return coded.codes, coded.scales.view(torch.int16)
 
 
-def _codes_of_two(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Codes and scales of the first input and of the last."""
-    return (*_bits(BlockCodes(*tensors[:2])), *_bits(BlockCodes(*tensors[-2:])))
+def _new_kept(x: torch.Tensor, bits: int | None) -> list[torch.Tensor]:
+    """Codes and scales to be written; without bits the input itself."""
+    return [x] if bits is None else [*_empty(x, bits)]
+
+
+def _pair(kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales as kernels take them; the input itself stands for both."""
+    return (kept[0], kept[0]) if len(kept) == 1 else _bits(BlockCodes(*kept))
 
 
 def _power_of_two(count: int) -> int:
