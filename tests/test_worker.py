@@ -132,9 +132,9 @@ def test_full_memory_is_reported_and_ends_the_worker_with_status_4(monkeypatch):
     assert (reported, caught.value.exit_status) == ([caught.value], 4)
 
 
-def advised(*, bf16: bool = False, on_cpu: bool = True, **sections) -> dict[str, int]:
+def advised(*, bf16: bool = False, on_cuda: bool = False, **sections) -> dict[str, int]:
     made = config(**sections)
-    saved = dict(memory_savings(made, resolved_spec(made, None), 0, bf16=bf16, on_cpu=on_cpu))
+    saved = dict(memory_savings(made, resolved_spec(made, None), 0, bf16=bf16, on_cuda=on_cuda))
     assert list(saved.values()) == sorted(saved.values(), reverse=True)
     assert all(nbytes > 0 for nbytes in saved.values())
     return saved
@@ -142,7 +142,7 @@ def advised(*, bf16: bool = False, on_cpu: bool = True, **sections) -> dict[str,
 
 def test_fp8_activations_are_advised_for_models_that_have_them():
     coat = "memory.activations: coat"
-    on_cuda = {"bf16": True, "on_cpu": False}
+    on_cuda = {"bf16": True, "on_cuda": True}
     assert advised(**on_cuda, model={"family": "llama"})[coat] > 0
     assert coat not in advised(**on_cuda, model={"family": "llama"}, memory={"activations": "coat"})
     assert coat not in advised(**on_cuda, model={"family": "gpt2"})

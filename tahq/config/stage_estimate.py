@@ -22,7 +22,9 @@ MOST_LOGITS_NBYTES = 512 * 2**20
 """Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open."""
 
 
-def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
+def stage_estimate(
+    config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, on_cuda: bool = False
+) -> StageMemory:
     """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
 
     Layers of a configuration that is not resolved are divided by counted cost.
@@ -31,7 +33,7 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
     row = config.pipeline.actions(config.training.num_micro_batches).actions[stage % config.pipeline.stages]
 
     def memory(chunk: int, in_flight: int = 0, put_off: int = 0) -> StageMemory:
-        numbers = _step_numbers(config, spec, row, chunk, bf16)
+        numbers = _step_numbers(config, spec, row, chunk, bf16, on_cuda)
         return stage_memory(spec, ranges[chunk], replace(numbers, in_flight=in_flight, put_off=put_off))
 
     def one(chunk: int, is_put_off: bool) -> StageMemory:
@@ -122,11 +124,13 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
     return range(stage % config.pipeline.stages, config.pipeline.num_chunks, config.pipeline.stages)
 
 
-def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool) -> StepNumbers:
+def _step_numbers(
+    config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool, on_cuda: bool
+) -> StepNumbers:
     """The numbers of a chunk with nothing in flight."""
-    training = config.training
+    training, stage = config.training, chunk % config.pipeline.stages
     return StepNumbers(
-        shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
+        shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, on_cuda=on_cuda, stage=stage),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
@@ -148,7 +152,13 @@ def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int
 
 
 def micro_batch_shape(
-    config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, bf16: bool, stage: int | None = None
+    config: ClusterConfig,
+    spec: ModelSpec,
+    micro_batch: int,
+    *,
+    bf16: bool,
+    on_cuda: bool = False,
+    stage: int | None = None,
 ) -> MicroBatchShape:
     """The shape of micro-batches of this many samples, and how the configuration computes them on a stage.
 
@@ -169,6 +179,8 @@ def micro_batch_shape(
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
+        fused_loss=on_cuda,
+        has_z_loss=config.training.z_loss > 0,
     )
 
 
@@ -196,22 +208,22 @@ def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
 
 
 def memory_savings(
-    config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, on_cpu: bool
+    config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, on_cuda: bool
 ) -> list[tuple[str, int]]:
     """Changes of a resolved configuration that would make a stage smaller, and bytes saved, the largest saving first.
 
-    With `on_cpu`, copies for checkpoints are in the same memory.
+    Without `on_cuda`, copies for checkpoints are in the same memory.
     """
-    now = stage_estimate(config, spec, stage, bf16=bf16)
+    now = stage_estimate(config, spec, stage, bf16=bf16, on_cuda=on_cuda)
     found: list[tuple[str, int]] = []
-    if on_cpu and config.run.snapshot_every is not None:
+    if not on_cuda and config.run.snapshot_every is not None:
         found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * now.snapshot))
     for change, changed in _changes(config, spec, stage):
         try:
             ClusterConfig.model_validate(changed.model_dump(mode="json"))
             # more stages: the largest of them, wherever that will be
             stages = range(changed.pipeline.stages) if changed.pipeline.stages != config.pipeline.stages else (stage,)
-            then = max(stage_estimate(changed, spec, number, bf16=bf16).total for number in stages)
+            then = max(stage_estimate(changed, spec, number, bf16=bf16, on_cuda=on_cuda).total for number in stages)
         except (UserError, ValueError):
             continue  # the rest of the configuration forbids it
         found.append((change, now.total - then))

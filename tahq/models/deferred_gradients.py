@@ -273,9 +273,10 @@ def accumulate_product(parameter: torch.Tensor, left: torch.Tensor, right: torch
     if not (left.is_cuda and parameter.dtype == torch.float32):
         accumulate(parameter, left.mm(right), is_whole=is_whole)
         return
-    is_first = parameter.grad is None
-    total = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-    torch.addmm(total, left, right, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
+    total, share = parameter.grad, 1
+    if total is None:
+        total, share = torch.empty_like(parameter), 0
+    torch.addmm(total, left, right, beta=share, out_dtype=total.dtype, out=total)
     parameter.grad = total
     if is_whole:
         _announce(parameter)

@@ -47,9 +47,9 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of all logits at once, of one that is differentiated with z-loss.
+    """The loss of all logits at once, and with z-loss for the backward.
 
-    On CUDA, where a gradient is needed, logits [..., V] are overwritten with it in the forward.
+    Where a gradient is needed on CUDA, the forward overwrites the logits with it.
 
     Args:
         logits: [..., V], any float dtype.
@@ -199,6 +199,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             target.copy_(gradient.mm(matrix))
             if weight.requires_grad:
                 accumulate_product(weight, gradient.t(), rows, is_whole=number == len(parts))
+            del gradient  # before the next chunk's logits
         ctx.save_for_backward(of_hidden)
         ctx.mark_non_differentiable(summed)
         return loss / divisor, summed

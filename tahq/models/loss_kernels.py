@@ -2,7 +2,7 @@
 
 A program has a row of logits. Everything is computed in fp32 and rounded once, as the gradient is stored. No two
 programs write to the same place, so results are repeatable; the sum over rows is torch's. A row with NaN, with +∞, with
-nothing but −∞, or with a label outside of the vocabulary has NaN as its loss and, the last excepted, as its gradient.
+nothing but −∞, or with a label outside of the vocabulary has NaN as its loss.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def losses_of_rows(
         fp32 [2, T].
     """
     num_rows, vocab = logits.shape
+    scale = 1.0 if divisor is None else 1 / divisor
     losses = torch.empty(2, num_rows, device=logits.device)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         cross_entropy_kernel[(num_rows,)](
             logits, labels.contiguous(), losses, logits.stride(0), vocab, num_rows,
-            1 / (divisor or 1.0), z_loss, GRADIENT=divisor is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+            scale, z_loss, GRADIENT=divisor is not None, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     if divisor is not None:
         torch.autograd.graph.increment_version(logits)  # a backward that needs the logits then raises an error

@@ -7,12 +7,18 @@ import pytest
 import torch
 from support.interpreter import DEVICE, on_device, sizes
 from support.samples import normal
+from support.small_slices import saved_storages
 from torch.nn import Parameter
 from torch.nn import functional as F
 
 from tahq.memory.agoq.stored_gradients import gradient_of, store_gradient
+from tahq.memory.saved_tensors import MicroBatchShape, copied_by_head, head_workspace, saved_by_head
+from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, recording
+from tahq.models.keyed_dropout import RandomContext
 from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 
 pytestmark = on_device
 DIVISOR = 7.0
@@ -196,6 +202,50 @@ def test_head_whose_gradients_are_put_off_gets_the_same_ones():
             deferred.run()
         found.append((hidden.grad, weight.grad))
     assert all(map(torch.equal, *found))
+
+
+def last_part(tokens: int, channels: int, vocab: int) -> tuple[ModelSlice, ModelSpec]:
+    """Final norm and head of a Llama, which has the gradients of an earlier micro-batch."""
+    config = ModelConfig(family="llama", num_layers=1, hidden_size=channels, num_heads=2)
+    spec = load_spec(config, vocab_size=vocab, seq_len=tokens)
+    module = build_slice(spec, Parts(range(0), head=True), seed=0, device=DEVICE, random=RandomContext(0)).train()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return module, spec
+
+
+def loss_of(module: ModelSlice, tokens: int, *, bf16: bool = False) -> torch.Tensor:
+    x = normal((1, tokens, module.spec.hidden_size)).to(DEVICE).requires_grad_()
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16):
+        return module.loss(module(x), torch.arange(tokens, device=DEVICE)[None], DIVISOR)[0]
+
+
+def test_count_equals_what_is_kept_of_logits():
+    module, spec = last_part(30, 32, 70)
+    saved = saved_storages(lambda: loss_of(module, 30)).items()
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept = sum(tensor.untyped_storage().nbytes() for at, tensor in saved if at not in own)
+    assert kept == saved_by_head(spec, MicroBatchShape(1, 30, fused_loss=True))
+
+
+@only_cuda
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize(("tokens", "channels"), [(4096, 256), (256, 1024)])
+def test_peak_is_the_counted_one(tokens, channels, num_chunks, bf16):
+    module, spec = last_part(tokens, channels, 2**15)
+    module.loss_chunks = num_chunks
+    shape = MicroBatchShape(1, tokens, bf16, loss_chunks=num_chunks, fused_loss=True)
+    with sharing_copies_of([module]):
+        loss_of(module, tokens, bf16=bf16).backward()
+        torch.cuda.synchronize()
+        copies = copied_by_head(spec, shape)
+        before = torch.cuda.memory_allocated() - copies
+        torch.cuda.reset_peak_memory_stats()
+        loss_of(module, tokens, bf16=bf16).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    counted = copies + saved_by_head(spec, shape) + head_workspace(spec, shape, adds_in_place=False)
+    assert peak == pytest.approx(counted, rel=0.05)
 
 
 @only_cuda

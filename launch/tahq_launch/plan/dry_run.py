@@ -62,7 +62,8 @@ class _DryRun:
         self.bf16 = [computes_in_bf16(config, device) for device in self.devices]
         self.memory = []
         for stage in self.stages:
-            self.memory.append(stage_estimate(config, self.spec, stage, bf16=self.bf16[stage]))
+            on_cuda = self.devices[stage].type == "cuda"
+            self.memory.append(stage_estimate(config, self.spec, stage, bf16=self.bf16[stage], on_cuda=on_cuda))
             progress((stage + 1) / len(self.stages))
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
         self.flows = step_flows(config, self.spec)
