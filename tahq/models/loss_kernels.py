@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tahq.models.loss import IGNORED_LABEL
 
-_BLOCK, _WARPS = 4096, 8
+_OPTIONS = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}  # Triton 3.10 changes the default of fusion
 _IGNORED = tl.constexpr(IGNORED_LABEL)
 
 
@@ -87,7 +87,7 @@ def losses_of_rows(
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         cross_entropy_kernel[(num_rows,)](
             logits, labels.contiguous(), losses, logits.stride(0), vocab, num_rows,
-            scale, z_loss, GRADIENT=divisor is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+            scale, z_loss, GRADIENT=divisor is not None, **_OPTIONS,
         )  # fmt: skip
     if divisor is not None:
         torch.autograd.graph.increment_version(logits)  # a backward that needs the logits then raises an error
@@ -97,7 +97,5 @@ def losses_of_rows(
 def multiply_rows(rows: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply rows [T, V] of any stride in place by a scalar on their device."""
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        multiply_kernel[(len(rows),)](
-            rows, factor, rows.stride(0), rows.shape[1], BLOCK=_BLOCK, num_warps=_WARPS
-        )  # fmt: skip
+        multiply_kernel[(len(rows),)](rows, factor, rows.stride(0), rows.shape[1], **_OPTIONS)
     torch.autograd.graph.increment_version(rows)  # a second backward then raises an error
