@@ -20,7 +20,7 @@ from harness import Table, main, medians_in_turn, need_gpu
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from tahq.models.loss import chunked_cross_entropy, summed_cross_entropy
+from tahq.models.loss import chunked_cross_entropy, cross_entropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Loss = Callable[[torch.Tensor, Parameter, torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ Loss = Callable[[torch.Tensor, Parameter, torch.Tensor], torch.Tensor]
 
 def whole(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
     """All logits at once."""
-    return summed_cross_entropy(F.linear(hidden, weight), labels)
+    return cross_entropy(F.linear(hidden, weight), labels)[0]
 
 
 def in_chunks(tokens: int) -> Loss:

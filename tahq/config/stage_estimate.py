@@ -132,11 +132,9 @@ def _step_numbers(
     config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, device: str
 ) -> StepNumbers:
     """The numbers of a chunk with nothing in flight."""
-    training = config.training
+    training, stage = config.training, chunk % config.pipeline.stages
     return StepNumbers(
-        shape=micro_batch_shape(
-            config, spec, training.micro_batch, device=device, stage=chunk % config.pipeline.stages
-        ),
+        shape=micro_batch_shape(config, spec, training.micro_batch, device=device, stage=stage),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
@@ -171,7 +169,7 @@ def micro_batch_shape(
         micro_batch,
         config.data.seq_len,
         bf16,
-        fused=device == "cuda" and memory.activations == "none",
+        on_cuda=device == "cuda",
         coat=memory.activations == "coat",
         recompute=level,
         stored_bits=memory.agoq.bits_of(stage or 0) if memory.activations == "agoq" else None,
@@ -180,6 +178,7 @@ def micro_batch_shape(
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
+        has_z_loss=config.training.z_loss > 0,
     )
 
 

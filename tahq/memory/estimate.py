@@ -142,7 +142,8 @@ def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
     every = range(blocks.start, blocks.stop)
     again = max((recomputed_by_block(spec, block, numbers.shape) for block in every), default=0)
-    logits = head_workspace(spec, numbers.shape) if blocks.last else 0
+    adds_in_place = numbers.splits_backward or numbers.stores_gradients
+    logits = head_workspace(spec, numbers.shape, adds_in_place=adds_in_place) if blocks.last else 0
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
     head = math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0

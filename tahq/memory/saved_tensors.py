@@ -47,7 +47,7 @@ class MicroBatchShape:
     micro_batch: int
     seq_len: int
     bf16: bool = False
-    fused: bool = False  # Norms and activations by the kernels of `memory/recompute.py`
+    on_cuda: bool = False
     coat: bool = False  # `memory.activations: coat`
     recompute: Recompute = "none"  # `memory.recompute`
     stored_bits: int | None = None  # Of `memory.activations: agoq`; None: inputs are kept unchanged
@@ -57,11 +57,17 @@ class MicroBatchShape:
     copies_weights: bool = True
     copies_head: bool = True
     loss_chunks: int = 1  # `memory.loss_chunks`
+    has_z_loss: bool = False  # `training.z_loss` above 0
 
     @property
     def num_tokens(self) -> int:
         """T = B·S."""
         return self.micro_batch * self.seq_len
+
+    @property
+    def fused(self) -> bool:
+        """Whether norms and activations are the kernels of `memory/recompute.py`."""
+        return self.on_cuda and not self.coat and self.stored_bits is None
 
     @property
     def element_nbytes(self) -> int:
@@ -141,28 +147,51 @@ def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes that final norm, head and loss keep.
 
     The norm's input (RMSNorm: and normalised input) and statistics; its output, a·T·C; log-probabilities in fp32,
-    4·T·V, their labels, 8·T, and their number, 4. In chunks: the gradient of the norm's output instead, 4·T·C.
+    4·T·V, their labels, 8·T, and their number, 4; with z-loss logits in fp32 too, and per token their log-sum, its
+    square's input and whether it is labelled. On CUDA: of these only the logits' gradient, a·T·V. In chunks: the gradient
+    of the norm's output instead, 4·T·C.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
     is_layer_norm = spec.layout.rotary is None
     norm = _FP32 * tokens * ((hidden + 2) if is_layer_norm else (2 * hidden + 1))
     if shape.loss_chunks > 1:
         return norm + _FP32 * tokens * hidden
-    loss = tokens * (_FP32 * spec.vocab_size + 8) + _FP32
+    loss = _kept_logits(shape) * tokens * spec.vocab_size
+    if not shape.on_cuda:
+        loss += tokens * (8 + (9 if shape.has_z_loss else 0)) + _FP32
     return norm + shape.element_nbytes * tokens * hidden + loss
 
 
-def head_workspace(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes of one micro-batch's logits or their gradient, 4·T·V, and 2·T·V more as bf16.
+def _kept_logits(shape: MicroBatchShape) -> int:
+    """Bytes per logit that the loss keeps."""
+    if shape.on_cuda:
+        return shape.element_nbytes
+    return 2 * _FP32 if shape.has_z_loss else _FP32
 
-    In chunks: the largest chunk's logits, (a + 12)·T·V (themselves, log-probabilities, and the gradients of both), and
-    its part of the head's gradient, a·C·V.
+
+def head_workspace(spec: ModelSpec, shape: MicroBatchShape, *, adds_in_place: bool) -> int:
+    """The most bytes that head and loss of one micro-batch take beside what `saved_by_head` counts.
+
+    The loss: gradients of log-probabilities and of logits, 8·T·V, with z-loss 4·T·V more; on CUDA nothing. Then the
+    logits' gradient, a·T·V, and the head's, a·C·V, of which bf16 needs a copy in fp32, 4·C·V, to be added. That of
+    low-rank weights is counted by `stage_memory`. In chunks: what the loss keeps of the largest one, too; on CUDA its
+    logits only.
+
+    `adds_in_place`: that copy is not made on CUDA, because the backward is split, or is counted with stored gradients.
     """
+    element, cast = shape.element_nbytes, _FP32 if shape.bf16 else 0
+    logits = -(-shape.num_tokens // shape.loss_chunks) * spec.vocab_size
+    weights = spec.vocab_size * spec.hidden_size if shape.copies_head else 0
+    of_loss = 0 if shape.on_cuda else (3 if shape.has_z_loss else 2) * _FP32 * logits
     if shape.loss_chunks > 1:
-        chunk = -(-shape.num_tokens // shape.loss_chunks)
-        element = shape.element_nbytes
-        return spec.vocab_size * ((element + 3 * _FP32) * chunk + element * spec.hidden_size)
-    return (_FP32 + (_BF16 if shape.bf16 else 0)) * shape.num_tokens * spec.vocab_size
+        if shape.on_cuda:
+            return element * logits
+        are_kept = shape.has_z_loss and not shape.bf16  # the logits themselves, then
+        of_loss += (_kept_logits(shape) + (0 if are_kept else element)) * logits
+        return max(of_loss, element * logits + (element + cast) * weights)
+    is_cast = not adds_in_place and shape.recompute in ("none", "block")
+    of_weights = max(element * (logits + weights), (element + cast * is_cast) * weights)
+    return max(of_loss, of_weights - _kept_logits(shape) * logits)
 
 
 def _attention_part(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:

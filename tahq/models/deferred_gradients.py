@@ -264,6 +264,25 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: boo
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)  # of bf16 too: converted as it is read
+    if is_whole:
+        _announce(parameter)
+
+
+def accumulate_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_whole: bool) -> None:
+    """`accumulate` of left·right. On CUDA a gradient in fp32 takes it as it is computed, neither rounded nor stored."""
+    if not (left.is_cuda and parameter.dtype == torch.float32):
+        accumulate(parameter, left.mm(right), is_whole=is_whole)
+        return
+    total, share = parameter.grad, 1
+    if total is None:
+        total, share = torch.empty_like(parameter), 0
+    torch.addmm(total, left, right, beta=share, out_dtype=total.dtype, out=total)
+    parameter.grad = total
+    if is_whole:
+        _announce(parameter)
+
+
+def _announce(parameter: torch.Tensor) -> None:
     on_gradient: Callable[[torch.Tensor], None] | None = getattr(parameter, "on_gradient", None)
-    if on_gradient is not None and is_whole:
+    if on_gradient is not None:
         on_gradient(parameter)

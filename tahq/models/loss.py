@@ -1,15 +1,27 @@
 """The loss of a micro-batch: a sum over its labelled tokens, computed from all logits at once or chunk by chunk.
 
+On CUDA a kernel (`loss_kernels`) computes it, and overwrites logits with their gradient; elsewhere torch's operators
+do.
+
+With z-loss, what is differentiated also has z·lse² for each labelled token, lse = log Σ exp(logits), which keeps the
+logits from growing; the reported loss does not. Sources: PaLM §5; LLMQ App. A.4.
+
 Shapes: B samples, S positions, T = B·S tokens, C hidden channels, V vocabulary.
 """
 
+import os
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from tahq.models.deferred_gradients import accumulate, cast_weight, product_dtype, shared_copies
+from tahq.models.deferred_gradients import accumulate_product, cast_weight, product_dtype, shared_copies
 
 IGNORED_LABEL = -100
 
@@ -32,14 +44,108 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of all logits at once, and with z-loss for the backward.
+
+    Where a gradient is needed on CUDA, the forward overwrites the logits with it.
+
+    Args:
+        logits: [..., V], any float dtype.
+        labels: as of `summed_cross_entropy`.
+        divisor: of the loss whose gradient is computed.
+        z_loss: factor of lse².
+
+    Returns:
+        The loss over `divisor`, for `backward`; and the loss without z-loss, without a graph.
+    """
+    kernels = _kernels(logits)
+    if kernels is None:
+        loss, summed = _in_torch(logits, labels, z_loss)
+        return loss / divisor, summed.detach()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss, summed = _CrossEntropy.apply(logits, labels, divisor, z_loss)  # type: ignore[no-untyped-call]
+        return loss, summed
+    summed = kernels.losses_of_rows(_rows(logits), labels.flatten()).sum(1)[0]
+    return summed / divisor, summed
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernels(logits: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels, for logits on CUDA or in Triton's interpreter; None: plain torch."""
+    is_usable = logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return import_module("tahq.models.loss_kernels") if is_usable and _has_triton() else None
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """The logits as [T, V], without a graph, with the elements of a row one after the other."""
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _in_torch(logits: torch.Tensor, labels: torch.Tensor, z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums over labelled tokens of the loss with z-loss and without."""
+    summed = summed_cross_entropy(logits, labels)
+    if z_loss == 0.0:
+        return summed, summed
+    log_sums = torch.logsumexp(logits.float(), -1)
+    return summed + z_loss * log_sums.where(labels != IGNORED_LABEL, 0.0).square().sum(), summed
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """`cross_entropy` by the kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, divisor: float, z_loss: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradient, loss, summed = _differentiated(_rows(logits), labels.flatten(), divisor, z_loss)
+        ctx.shape, ctx.kernels = logits.shape, _kernels(logits)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(summed)
+        return loss / divisor, summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (of_logits,) = ctx.saved_tensors
+        ctx.kernels.multiply_rows(of_logits, gradients[0])
+        return of_logits.view(ctx.shape), None, None, None
+
+
+def _differentiated(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: float, z_loss: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of logits [T, V], by the kernel in their place; and the sums of `_in_torch`, without a graph."""
+    kernels = _kernels(logits)
+    if kernels is not None:
+        summed, loss = kernels.losses_of_rows(logits, labels, divisor, z_loss).sum(1).unbind()
+        return logits, loss, summed
+    logits.requires_grad_()
+    with torch.enable_grad():
+        loss, summed = _in_torch(logits, labels, z_loss)
+        (gradient,) = torch.autograd.grad(loss / divisor, logits)
+    return gradient, loss.detach(), summed.detach()
+
+
 def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_chunks: int, divisor: float = 1.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    num_chunks: int,
+    divisor: float = 1.0,
+    z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of hidden·weightᵀ, of which only the logits of one chunk of tokens exist at a time.
 
     The forward computes the gradients, too: that of `hidden` is kept, and that of `weight` added to it, chunk by chunk,
-    with one rounding of each product. So the gradient is that of a pass over full-size logits which adds its parts in
-    the same order. Loss: the sum of the chunks' in fp32, in order. Source: LLMQ, Chunking.
+    by `accumulate_product`. So the gradient is that of a pass over full-size logits which adds its parts in the same
+    order. Loss: the sum of the chunks' in fp32, in order. Source: LLMQ, Chunking.
 
     Args:
         hidden: [B, S, C], after the final norm.
@@ -47,16 +153,17 @@ def chunked_cross_entropy(
         labels: [B, S], as of `summed_cross_entropy`.
         num_chunks: chunks of ⌈T / num_chunks⌉ tokens; the last one may be shorter.
         divisor: of the loss whose gradient is computed.
+        z_loss: factor of lse².
 
     Returns:
-        The loss over `divisor`, for `backward`; and the loss, without a graph.
+        As of `cross_entropy`.
     """
     if torch.is_grad_enabled():
-        loss, summed = _ChunkedCrossEntropy.apply(hidden, weight, labels, num_chunks, divisor)  # type: ignore[no-untyped-call]
+        loss, summed = _ChunkedCrossEntropy.apply(hidden, weight, labels, num_chunks, divisor, z_loss)  # type: ignore[no-untyped-call]
         return loss, summed
     summed = torch.zeros((), device=hidden.device)
     for rows, of_rows in _chunks(hidden, labels, num_chunks):
-        summed += summed_cross_entropy(F.linear(rows, weight), of_rows)
+        summed += cross_entropy(F.linear(rows, weight), of_rows)[1]
     return summed / divisor, summed
 
 
@@ -71,28 +178,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_chunks: int, divisor: float
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        num_chunks: int,
+        divisor: float,
+        z_loss: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype, summed = product_dtype(hidden), torch.zeros((), device=hidden.device)
+        dtype = product_dtype(hidden)
+        loss, summed = (torch.zeros((), device=hidden.device) for _ in range(2))
         matrix, parts = cast_weight(weight, dtype, shared_copies()), list(_chunks(hidden, labels, num_chunks))
         of_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         targets = torch.split(of_hidden.view(-1, hidden.shape[-1]), len(parts[0][0]))
         for number, ((part, of_part), target) in enumerate(zip(parts, targets, strict=True), start=1):
             rows = part.to(dtype)
-            logits = F.linear(rows, matrix).requires_grad_()
-            with torch.enable_grad():
-                loss = summed_cross_entropy(logits, of_part)
-                (gradient,) = torch.autograd.grad(loss / divisor, logits)
-            summed += loss.detach()
-            del logits, loss
+            gradient, *sums = _differentiated(F.linear(rows, matrix), of_part, divisor, z_loss)
+            loss += sums[0]
+            summed += sums[1]
             target.copy_(gradient.mm(matrix))
             if weight.requires_grad:
-                accumulate(weight, gradient.t().mm(rows), is_whole=number == len(parts))
+                accumulate_product(weight, gradient.t(), rows, is_whole=number == len(parts))
+            del gradient  # before the next chunk's logits
         ctx.save_for_backward(of_hidden)
         ctx.mark_non_differentiable(summed)
-        return summed / divisor, summed
+        return loss / divisor, summed
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (of_hidden,) = ctx.saved_tensors
-        return of_hidden * gradients[0], None, None, None, None
+        return of_hidden * gradients[0], None, None, None, None, None

@@ -44,7 +44,7 @@ from tahq.models.keyed_dropout import (
     register_attention,
     window_mask,
 )
-from tahq.models.loss import chunked_cross_entropy, summed_cross_entropy
+from tahq.models.loss import chunked_cross_entropy, cross_entropy
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.weights import FilledWeight, FolderWeights, one_line
@@ -80,6 +80,7 @@ class ModelSlice(nn.Module):
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
     contexts while parts are computed again.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
+    `z_loss`: factor of z-loss, which is differentiated together with the loss.
     """
 
     def __init__(self, spec: ModelSpec, blocks: BlockRange | Parts, random: RandomContext) -> None:
@@ -90,6 +91,7 @@ class ModelSlice(nn.Module):
         self.checkpoint_blocks = False
         self.owns_products = False
         self.loss_chunks = 1
+        self.z_loss = 0.0
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
         self._rotary: nn.Module | None = None
@@ -118,12 +120,11 @@ class ModelSlice(nn.Module):
         """The loss of an output of the last slice, summed over labelled tokens.
 
         Returns:
-            It over `divisor`, for `backward`; and it itself, without a graph.
+            It over `divisor` and with z-loss, for `backward`, which may overwrite `y`; and it itself, without a graph.
         """
         if self.loss_chunks > 1:
-            return chunked_cross_entropy(y, self.lm_head.weight, labels, self.loss_chunks, divisor)
-        summed = summed_cross_entropy(y, labels)
-        return summed / divisor, summed.detach()
+            return chunked_cross_entropy(y, self.lm_head.weight, labels, self.loss_chunks, divisor, self.z_loss)
+        return cross_entropy(y, labels, divisor, self.z_loss)
 
     def attend_by(self, name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
         """Make the blocks compute attention by a function like `keyed_attention`."""

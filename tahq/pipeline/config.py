@@ -71,6 +71,8 @@ class TrainingConfig(Section):
     min_lr: float = Field(default=0.0, ge=0)
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; None: no clipping."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Factor of lse², lse = log Σ exp(logits), which is added to the loss of a token where it is differentiated."""
     non_finite: Literal["skip", "halt"] = "skip"
     """What to do with a step whose loss or gradients are NaN or infinite: skip it, or end the run."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)

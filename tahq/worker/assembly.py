@@ -138,6 +138,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
     """
     recompute(module, config.memory.recompute_of(stage), fuses=config.memory.activations == "none")
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
+    module.z_loss = config.training.z_loss
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
     elif config.memory.activations == "agoq":

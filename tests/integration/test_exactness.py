@@ -67,6 +67,13 @@ def test_stages_that_recompute_different_parts_give_the_plain_loop(tmp_path, sch
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=config["model"])))
 
 
+def test_z_loss_gives_the_plain_loop_that_adds_it_to_the_gradient_only(tmp_path, uncut):
+    config = tiny(pipeline={"stages": 2}, training={"z_loss": 0.1})
+    assert_equal_to_the_bit(launch(tmp_path, config), expected := plain(config))
+    assert expected.losses[0] == uncut.losses[0]
+    assert expected.losses[1:] != uncut.losses[1:]
+
+
 @pytest.mark.acceptance
 @pytest.mark.parametrize("gradients", ["fp32", "fp8"])
 def test_loss_in_chunks_does_not_depend_on_stages_or_schedule(tmp_path, uncut, gradients):

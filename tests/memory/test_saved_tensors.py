@@ -161,6 +161,14 @@ def test_count_covers_a_loss_in_chunks(family, bf16):
 
 
 @every_type
+def test_count_covers_z_loss(bf16):
+    spec, blocks = make_spec("llama"), BlockRange(2, 3, 3)
+    module = make_slice(spec, blocks=blocks)
+    module.z_loss = 0.1
+    check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, has_z_loss=True), module)
+
+
+@every_type
 @pytest.mark.parametrize("agoq", [False, True])
 @pytest.mark.parametrize(("family", "ends"), [("gpt2", "bf16"), ("llama", "fp32"), ("qwen3", "int8")])
 def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, agoq, ends):

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 MEMORY = " ".join(f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "stored"))
 SHARED = ("test_codecs_triton.py", MEMORY)
+LOSS = "../models/test_loss_triton.py"
 """Files of which a part is quick."""
 CASES = [
-    *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py")),
+    *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py", LOSS)),
     *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
     pytest.param("test_tah_triton.py", "", marks=pytest.mark.acceptance),
     pytest.param("test_gaussian_triton.py", "", marks=pytest.mark.acceptance),

@@ -149,10 +149,14 @@ def _micro_batch(model: PlainModel, batch, step: int, replica: int, index: int, 
     tokens, labels = batch.micro_batch(number)
     logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(number).tolist(), replica)
     total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    differentiated = total
+    if factor := model.config.training.z_loss:
+        log_sums = logits.logsumexp(-1).where(labels != -100, 0.0)
+        differentiated = total + factor * log_sums.square().sum()
     before = {p: p.grad for p in model.parameters().values()}
     for parameter in before:
         parameter.grad = None if model.config.memory.gradients == "fp8" else parameter.grad
-    (total / batch.num_tokens).backward()
+    (differentiated / batch.num_tokens).backward()
     if model.config.memory.gradients == "fp8":
         for parameter, past in before.items():
             parameter.grad = _in_fp8(parameter.grad if past is None else parameter.grad + past)

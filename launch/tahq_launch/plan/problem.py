@@ -185,6 +185,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
     heads = copied_by_head(spec, shape) if copies and not splits_backward else 0
     head_kept = saved_by_head(spec, shape)
+    logits = head_workspace(spec, shape, adds_in_place=splits_backward or config.memory.gradients == "fp8")
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
@@ -196,7 +197,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         last_put_off=max(0, deferred[1] - head_kept),
         stage=rotary_tables(spec, shape),
         tensor=tensor,
-        workspace=head_workspace(spec, shape) + matrix * head + gradient,
+        workspace=logits + matrix * head + gradient,
         again=again + (copied_by_block(spec, shape) if copies else 0) + matrix * largest + gradient,
     )
 
