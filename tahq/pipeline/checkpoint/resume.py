@@ -288,6 +288,8 @@ RULES: Mapping[str, KeyRule] = {
     "training.lr_schedule": KeyRule(Verdict.INEXACT, _UPDATES),
     "training.warmup_steps": KeyRule(Verdict.INEXACT, "rates during or after the warm-up differ"),
     "training.decay_steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_NOT_WSD),
+    "training.decay_shape": KeyRule(Verdict.INEXACT, "the rate decays in another way", _IS_NOT_WSD),
+    "training.seq_len_schedule": KeyRule(Verdict.INEXACT, "samples are cut into other pieces, or at other steps"),
     "training.min_lr": KeyRule(Verdict.INEXACT, "the rate decays to another value", _IS_CONSTANT),
     "training.clip_norm": KeyRule(Verdict.INEXACT, "steps above either norm are scaled differently"),
     "training.non_finite": KeyRule(Verdict.EXACT, "it matters only at a step with NaN or infinity"),
