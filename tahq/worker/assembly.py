@@ -4,6 +4,7 @@ Building takes two calls, because HELLO reports hashes and sizes before links ar
 configuration only, `connect` needs the plan and the transports.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -57,7 +58,8 @@ def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> Mo
 def compute_device(config: ClusterConfig, stage: int, override: str | None) -> torch.device:
     """Where a stage computes: the command line, its host's entry, `run.device`; `auto` takes CUDA if there is any.
 
-    A GPU becomes this thread's current one; otherwise pinning memory would open a context on the first GPU as well.
+    A GPU becomes this thread's current one; otherwise pinning memory would open a context on the first GPU as well. It
+    gets `use_repeatable_kernels`.
 
     Raises:
         ConfigError: a device that this machine does not have.
@@ -66,6 +68,8 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
     if name == "auto":
         name = f"cuda:{stage % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        use_repeatable_kernels()
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -74,6 +78,24 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def use_repeatable_kernels() -> None:
+    """Make torch compute the same bits from the same inputs each time; call it before CUDA is first used.
+
+    Without this the backward of flash attention adds up the gradient of Q by atomics, in the order in which blocks
+    happen to finish, so no CUDA run could be repeated or resumed to the bit; the memory-efficient kernel may do the
+    same, and cuDNN's is left out. The price is a workspace: flash attention keeps ⌈multiprocessors / (B · H)⌉ partial
+    sums of that gradient, in fp32. An operator that has no repeatable form raises.
+
+    What else a step uses is repeatable in any case. In particular the embedding's backward has no atomics: up to 3072
+    tokens it adds rows that collide one after the other, beyond that it sorts tokens and adds each one's rows in order.
+    """
+    # cuBLAS is repeatable with this workspace only, where several streams use it; torch insists on it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_deterministic_debug_mode("error")  # as `use_deterministic_algorithms`, which imports the compiler first
+    # would write every new tensor once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
