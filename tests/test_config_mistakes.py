@@ -125,6 +125,10 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         ),
         (["training.eval_every=5", "data.validation=0"], "training.eval_every needs validation samples, but data.v"),
         (
+            ["memory.attention_chunks=2", "model.dropout=0.1"],
+            "memory.attention_chunks divides the work of a fused kernel, but with model.dropout attention is written",
+        ),
+        (
             ["training.seq_len_schedule=[[64, 2], [32, 4]]"],
             "training: seq_len_schedule: [32, 4] follows [64, 2]; both numbers must rise",
         ),

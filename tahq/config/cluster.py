@@ -254,6 +254,11 @@ class ClusterConfig(Section):
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "
                 "computed in chunks; leave it out or set it to 1"
             )
+        if self.memory.attention_chunks > 1 and self.model.dropout > 0:
+            raise ValueError(
+                "memory.attention_chunks divides the work of a fused kernel, but with model.dropout attention is "
+                "written out and keeps S² weights per head; set one of them to its default"
+            )
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):

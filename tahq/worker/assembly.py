@@ -28,6 +28,7 @@ from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.recompute import recompute
+from tahq.models.chunked_attention import attend_in_chunks
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -165,6 +166,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         ModelError: `memory.activations` has no code for the model's blocks.
     """
     recompute(module, config.memory.recompute_of(stage))
+    attend_in_chunks(module, config.memory.attention_chunks)
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     **{f"llama, {name}": {"model": {"family": "llama"}, "training": {"optimizer": name}} for name in OPTIMIZERS},
     "qwen2, window": {"model": {"family": "qwen2", **WINDOW}},
+    "llama, attention in chunks": {"model": {"family": "llama"}, "memory": {"attention_chunks": 3}},
     "gpt2, zero-bubble": {"pipeline": {"schedule": "zero-bubble"}},
     "llama, loss in chunks, fp8 gradients": {
         "model": {"family": "llama"},

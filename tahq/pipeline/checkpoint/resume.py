@@ -328,6 +328,7 @@ RULES: Mapping[str, KeyRule] = {
             "it is whole",
         ),
     ),
+    "memory.attention_chunks": KeyRule(Verdict.EXACT, "a head is computed by itself"),
     "memory.agoq": KeyRule(Verdict.INEXACT, "stored activations are rounded differently", _IS_NOT_AGOQ),
     "memory.agoq.rounding": KeyRule(Verdict.EXACT, "a resumed run keeps its bits"),
     "wire": KeyRule(
