@@ -21,15 +21,28 @@ def expected():
 
 @pytest.mark.parametrize("pipeline", [{"stages": 1, "schedule": "gpipe"}, {"stages": 3, "schedule": "zero-bubble"}])
 def test_any_number_of_stages_gives_the_plain_loop_over_shorter_samples(tmp_path, expected, pipeline):
-    run = train(tmp_path, config(pipeline=pipeline))
-    assert_equal_to_the_bit(run, expected)
-    whole = train(tmp_path / "whole", config(pipeline=pipeline, training={"seq_len_schedule": []}))
-    assert run.losses[0] != whole.losses[0]
-    assert [row["tokens"] for row in run.metrics] == [row["tokens"] for row in whole.metrics]
+    assert_equal_to_the_bit(train(tmp_path, config(pipeline=pipeline)), expected)
+
+
+def test_evaluations_have_whole_samples_and_steps_as_many_tokens(tmp_path):
+    """The rate is too small to change a weight."""
+    keys = {"steps": 2, "lr": 1e-30, "eval_every": 1}
+    short, whole = (
+        train(tmp_path / name, config({**keys, "seq_len_schedule": schedule}, pipeline={"stages": 2}))
+        for name, schedule in (("short", [[8, 2]]), ("whole", []))
+    )
+    for key in ("tokens", "validation"):
+        assert [row[key] for row in short.metrics] == [row[key] for row in whole.metrics]
+    assert all(row["validation"] for row in short.metrics)
+    assert short.losses != whole.losses
 
 
 def test_codecs_see_whole_samples(tmp_path):
-    lossy = config(wire={"activations": "aqsgd:bits=4", "gradients": "fixed:bits=8"}, pipeline={"stages": 2})
+    """Also one that remembers samples: three steps are an epoch, so each is seen again at another length."""
+    text = tmp_path / "text"
+    text.write_text("".join(chr(97 + number * number % 23) for number in range(32 * 27)))
+    wire = {"activations": "aqsgd:bits=4", "gradients": "fixed:bits=8"}
+    lossy = config(wire=wire, pipeline={"stages": 2}, data={"text": str(text)})
     assert_equal_to_the_bit(train(tmp_path, lossy), plain(lossy, cut=True))
 
 

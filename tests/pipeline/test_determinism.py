@@ -18,7 +18,7 @@ from tahq.memory.config import Recompute
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.stage import Stage, StagePlan
-from tahq.worker.assembly import chunk_module, computes_in_bf16, resolved_spec, use_repeatable_kernels
+from tahq.worker.assembly import chunk_module, computes_in_bf16, resolved_spec
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 OPTIMIZERS = get_args(TrainingConfig.model_fields["optimizer"].annotation)
@@ -43,16 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
         "memory": {"loss_chunks": 3, "gradients": "fp8"},
     },
 }
+pytestmark = pytest.mark.usefixtures("repeatable_kernels")
 every_case = pytest.mark.parametrize("sections", CASES.values(), ids=CASES.keys())
-
-
-@pytest.fixture(autouse=True)
-def repeatable_kernels() -> Iterator[None]:
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    use_repeatable_kernels()
-    yield
-    torch.set_deterministic_debug_mode("default")
-    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 @cache
