@@ -3,7 +3,7 @@
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +78,20 @@ def _no_namespaces() -> str | None:
     if found.namespaces_obstacle is not None:
         return found.namespaces_obstacle
     return None if found.parts["htb"] and (found.parts["tun"] or found.parts["netem"]) else "no TUN device and no netem"
+
+
+@pytest.fixture
+def repeatable_kernels() -> Iterator[None]:
+    """Only operators of torch that repeat their bits may run, as in workers on CUDA."""
+    import torch  # not for every test
+
+    from tahq.worker.assembly import use_repeatable_kernels
+
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    use_repeatable_kernels()
+    yield
+    torch.set_deterministic_debug_mode("default")
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 @pytest.fixture

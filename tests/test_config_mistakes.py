@@ -124,6 +124,26 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             "training: warmup_steps 5 and decay_steps 6 do not fit into steps 10",
         ),
         (["training.eval_every=5", "data.validation=0"], "training.eval_every needs validation samples, but data.v"),
+        (
+            ["memory.attention_chunks=2", "model.dropout=0.1"],
+            "memory.attention_chunks divides the work of a fused kernel, but with model.dropout attention is written",
+        ),
+        (
+            ["training.seq_len_schedule=[[64, 2], [32, 4]]"],
+            "training: seq_len_schedule: [32, 4] follows [64, 2]; both numbers must rise",
+        ),
+        (
+            ["training.seq_len_schedule=[[64, 11]]"],
+            "training: seq_len_schedule ends with step 11, which does not fit into steps 10",
+        ),
+        (
+            ["training.seq_len_schedule=[[96, 2]]"],
+            "training.seq_len_schedule: [96, 2] cuts samples of data.seq_len 256 tokens into pieces of 96; give a",
+        ),
+        (
+            ["training.seq_len_schedule=[[64, 2]]", "data.text=null", "data.jsonl=b"],
+            "training.seq_len_schedule cuts samples, but those of data.jsonl are a prompt and its response",
+        ),
         (["data.jsonl=b"], "data: needs exactly one of text, tokens, jsonl; got text and jsonl; null takes"),
         (["model.path=folder"], "model: with a path the folder's config.json gives family, num_layers, hidden_size"),
         (["model.family=null"], "model: needs family, or a path to a folder with config.json and safetensors"),

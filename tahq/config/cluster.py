@@ -254,6 +254,11 @@ class ClusterConfig(Section):
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "
                 "computed in chunks; leave it out or set it to 1"
             )
+        if self.memory.attention_chunks > 1 and self.model.dropout > 0:
+            raise ValueError(
+                "memory.attention_chunks divides the work of a fused kernel, but with model.dropout attention is "
+                "written out and keeps S² weights per head; set one of them to its default"
+            )
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):
@@ -286,6 +291,17 @@ class ClusterConfig(Section):
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if longest is not None and self.data.seq_len > longest:
             raise ValueError(f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {longest}")
+        for length, last in self.training.seq_len_schedule:
+            if length >= self.data.seq_len or self.data.seq_len % length:
+                raise ValueError(
+                    f"training.seq_len_schedule: {[length, last]} cuts samples of data.seq_len {self.data.seq_len} "
+                    f"tokens into pieces of {length}; give a smaller length that divides it"
+                )
+        if self.training.seq_len_schedule and self.data.jsonl is not None:
+            raise ValueError(
+                "training.seq_len_schedule cuts samples, but those of data.jsonl are a prompt and its response, which "
+                "would not see its prompt; remove it, or use data.text or data.tokens"
+            )
         if self.data.tokenizer == "bytes" and vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
             raise ValueError(
                 f"model.vocab_size {vocab_size} is below the {NUM_BYTE_TOKENS} tokens of data.tokenizer bytes"

@@ -148,8 +148,8 @@ def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
     The norm's input (RMSNorm: and normalised input) and statistics; its output, a·T·C; log-probabilities in fp32,
     4·T·V, their labels, 8·T, and their number, 4; with z-loss logits in fp32 too, and per token their log-sum, its
-    square's input and whether it is labelled. On CUDA: of these only the logits' gradient, a·T·V. In chunks: the gradient
-    of the norm's output instead, 4·T·C.
+    square's input and whether it is labelled. On CUDA: of these only the logits' gradient, a·T·V. In chunks: the
+    gradient of the norm's output instead, 4·T·C.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
     is_layer_norm = spec.layout.rotary is None

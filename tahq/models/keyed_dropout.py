@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tahq.models.chunked_attention import chunked_attention
 from tahq.randomness import derive_seed
 
 ATTENTION_NAME = "tahq_keyed_dropout"
@@ -116,13 +117,19 @@ def keyed_attention(
 ) -> tuple[torch.Tensor, None]:
     """softmax(QKᵀ · scaling + mask) V, with dropout on the weights in training: [B, S, H, D], and no weights.
 
-    `module`: transformers' attention, with the `attn_dropout` that `key_dropout` adds. Query [B, H, S, D], key and
-    value [B, K, S, D] with K dividing H. Mask: bool, broadcast to [B, H, S, S]; None: causal. Scaling None: 1/√D.
+    `module`: transformers' attention, with the `attn_dropout` that `key_dropout` adds, and `attention_chunks` where
+    `attend_in_chunks` was called. Query [B, H, S, D], key and value [B, K, S, D] with K dividing H. Mask: bool,
+    broadcast to [B, H, S, S]; None: causal. Scaling None: 1/√D.
     """
     if dropout == 0.0:
+        num_chunks: Any = getattr(module, "attention_chunks", 1)
+        if num_chunks > 1:
+            output = chunked_attention(query, key, value, attention_mask, scaling, num_chunks)
+            if output is not None:
+                return output, None
         fused = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-        output: tuple[torch.Tensor, None] = fused(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output
+        result: tuple[torch.Tensor, None] = fused(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return result
     num_positions, groups = query.shape[2], query.shape[1] // key.shape[1]
     if attention_mask is None:
         attention_mask = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).tril()

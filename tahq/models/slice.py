@@ -79,6 +79,7 @@ class ModelSlice(nn.Module):
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
     contexts while parts are computed again.
+    `num_pieces`: equal parts that each sample is cut into; they do not see each other, and have positions of their own.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
     """
@@ -90,6 +91,7 @@ class ModelSlice(nn.Module):
         self.random = random
         self.checkpoint_blocks = False
         self.owns_products = False
+        self.num_pieces = 1
         self.loss_chunks = 1
         self.z_loss = 0.0
         self.deferred: DeferredGradients | None = None
@@ -102,6 +104,9 @@ class ModelSlice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`."""
+        shape = x.shape[:2]
+        if self.num_pieces > 1:
+            x = x.view(shape[0] * self.num_pieces, -1, *x.shape[2:])
         hidden = self._embed(x) if self.parts.embedding else x
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
@@ -114,7 +119,7 @@ class ModelSlice(nn.Module):
             with self._products():
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
                 hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
-        return hidden
+        return hidden if self.num_pieces == 1 else hidden.view(*shape, -1)
 
     def loss(self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of an output of the last slice, summed over labelled tokens.

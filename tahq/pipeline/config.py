@@ -1,6 +1,7 @@
 """`training:` and `pipeline:` of cluster.yaml."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +13,7 @@ from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
 from tahq.units import Duration, Section
 
-Depth = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MICRO_BATCH = 4
 
@@ -23,9 +24,13 @@ class Phases:
 
     warmup_steps: int = 0
     decay_steps: int = 0
+    short_steps: int = 0
+    """The first steps, whose sequences are shorter than `data.seq_len`."""
 
     def misfit(self, num_steps: int, length: str) -> str:
         """An error message, which calls `num_steps` `length`, if they do not fit into so many steps; else empty."""
+        if self.short_steps > num_steps:
+            return f"seq_len_schedule ends with step {self.short_steps}, which does not fit into {length}"
         if self.warmup_steps + self.decay_steps <= num_steps:
             return ""
         decay = f" and decay_steps {self.decay_steps}" if self.decay_steps else ""
@@ -68,6 +73,8 @@ class TrainingConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     decay_steps: int | None = Field(default=None, ge=1)
     """Length of `wsd`'s decay; None: a tenth of the steps."""
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """How `wsd` decays: by p or √p, where p is the share of the decay's steps that are done."""
     min_lr: float = Field(default=0.0, ge=0)
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; None: no clipping."""
@@ -79,6 +86,9 @@ class TrainingConfig(Section):
     eval_every: int | None = Field(default=None, ge=1)
     eval_batches: int = Field(default=4, ge=1)
     """Global batches of the validation split per evaluation."""
+    seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
+    """[tokens, last step], in order: until then each sample is cut into pieces of so many tokens, which do not see each
+    other. Later steps, and evaluations, have whole samples of `data.seq_len`. Source: LLMQ App. A.4."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
 
@@ -103,6 +113,11 @@ class TrainingConfig(Section):
             raise ValueError(f"global_batch {self.global_batch} is not divisible by micro_batch {self.micro_batch}")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
+        for (shorter, earlier), (longer, later) in pairwise(self.seq_len_schedule):
+            if shorter >= longer or earlier >= later:
+                raise ValueError(
+                    f"seq_len_schedule: {[longer, later]} follows {[shorter, earlier]}; both numbers must rise"
+                )
         # with `epochs`, the coordinator checks this once it knows the number of steps
         misfit = self.phases.misfit(self.steps, f"steps {self.steps}") if self.steps is not None else ""
         if misfit:
@@ -128,8 +143,13 @@ class TrainingConfig(Section):
 
     @property
     def phases(self) -> Phases:
-        """Warm-up, and the decay of `wsd`."""
-        return Phases(self.warmup_steps, (self.decay_steps or 0) if self.lr_schedule == "wsd" else 0)
+        """Warm-up, the decay of `wsd`, and shorter sequences."""
+        short_steps = self.seq_len_schedule[-1][1] if self.seq_len_schedule else 0
+        return Phases(self.warmup_steps, (self.decay_steps or 0) if self.lr_schedule == "wsd" else 0, short_steps)
+
+    def num_pieces(self, step: int, seq_len: int) -> int:
+        """Pieces that samples of `seq_len` tokens are cut into in a step, which is counted from 0."""
+        return seq_len // next((length for length, last in self.seq_len_schedule if step < last), seq_len)
 
     @property
     def is_low_rank(self) -> bool:
@@ -156,7 +176,7 @@ class FirstSchedule(Section):
     """What a run begins with where `pipeline.schedule` is `auto`; the planner's choice, in the run's config.yaml."""
 
     schedule: Literal["gpipe", "1f1b", "zero-bubble"]
-    in_flight: list[Depth] | None = None
+    in_flight: list[Count] | None = None
 
 
 class PipelineConfig(Section):
@@ -167,7 +187,7 @@ class PipelineConfig(Section):
     """`auto` begins with `first` and changes schedule and depths, where `in_flight` leaves them open, between steps."""
     first: FirstSchedule | None = None
     """None: 1F1B with its own depths."""
-    in_flight: Depth | list[Depth] | None = None
+    in_flight: Count | list[Count] | None = None
     """Micro-batches that a stage may hold at once, one number or a list by stage; under `interleaved`, pairs of a
     chunk and a micro-batch. None: under `auto` what makes steps shortest and fits the memory, else the schedule's
     default, which hides no latency."""
@@ -181,7 +201,7 @@ class PipelineConfig(Section):
     """metrics.jsonl of another run, whose steps the same replicas compute, or skip, again."""
     chunks: int = Field(default=1, ge=1, le=16)
     """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
-    layers: list[Annotated[int, Field(ge=1)]] | None = None
+    layers: list[Count] | None = None
     """Transformer blocks of each chunk, in order; None: divided by cost."""
     balance: Literal["counted", "measured"] = "measured"
     """`measured`: before the first step hosts measure themselves, and the planner chooses what is not set: layers, the

@@ -10,7 +10,7 @@ Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabula
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,21 @@ UNCOMPRESSED = ProbedWire()
 
 
 class CutModel:
-    """All stages' slices in order, on one device, sharing one `RandomContext`; codec keys come from the run's seed."""
+    """All stages' slices in order, on one device, sharing one `RandomContext`; codec keys come from the run's seed.
 
-    def __init__(self, slices: Sequence[ModelSlice], *, seed: int, bf16: bool = False) -> None:
+    `num_pieces` as of `StageEngine`.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[ModelSlice],
+        *,
+        seed: int,
+        bf16: bool = False,
+        num_pieces: Callable[[int], int] = lambda step: 1,
+    ) -> None:
         self._slices = tuple(slices)
+        self._num_pieces = num_pieces
         self._seed = seed
         self._bf16 = bf16
         self.parameters = {name: p for part in slices for name, p in part.canonical_parameters().items()}
@@ -147,6 +158,7 @@ class CutModel:
         x = tokens
         for stage, part in enumerate(self._slices):
             part.train()
+            part.num_pieces = self._num_pieces(step)
             part.random.at(step, 0, micro_batch, int(Purpose.TRAIN))
             if stage > 0:
                 names = CutIdentity(run=0, seed=self._seed, cut=stage - 1)

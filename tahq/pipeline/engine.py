@@ -140,6 +140,7 @@ class StageEngine:
         order: the samples of each micro-batch; None if no codec remembers samples.
         bf16: compute under bf16 autocast.
         stopwatch: shared with the boundaries.
+        num_pieces: step -> pieces that its samples are cut into.
         tied: exchanges the gradients of tied embeddings.
         sums: sums gradients over the replicas of the pipeline; None: there is one.
         on_action: called before each action with (step, action); may raise to end the step.
@@ -156,6 +157,7 @@ class StageEngine:
     order: SampleOrder | None = None
     bf16: bool = False
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    num_pieces: Callable[[int], int] = lambda step: 1
     tied: TiedEmbedding | None = None
     sums: GradientSum | None = None
     on_action: Callable[[int, Action], None] | None = None
@@ -196,6 +198,7 @@ class StageEngine:
             self.on_step(number)
         for chunk in self.chunks.values():
             chunk.module.train()
+            chunk.module.num_pieces = self.num_pieces(number)
         with self.stopwatch.measure("data"):
             batch = self.batches.train(number) if self.batches is not None else None
             sample_ids = self.order.micro_batches(number) if self.order is not None else None
@@ -353,6 +356,7 @@ class StageEngine:
         count = self.shape.num_micro_batches
         for chunk in self.chunks.values():
             chunk.module.eval()
+            chunk.module.num_pieces = 1
             if chunk.incoming is not None:
                 for index in range(num_batches * count):
                     id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)

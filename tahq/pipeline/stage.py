@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -140,6 +141,7 @@ class Stage:
             device=device,
             bf16=bf16,
             stopwatch=self.stopwatch,
+            num_pieces=partial(training.num_pieces, seq_len=plan.seq_len),
             tied=tied,
             sums=self._sums(modules) if plan.pipeline.replicas > 1 else None,
             on_action=on_action,

@@ -37,11 +37,11 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
         constant                η
         linear                  η + (μ − η) · p                     p = (s − w) / (T − w)
         cosine                  η + (μ − η) · (1 − cos πp) / 2      the same p
-        wsd                     η until T − d, then linear with     p = (s − (T − d)) / d
+        wsd                     η until T − d, then linear with     p = (s − (T − d)) / d; or with √p (`decay_shape`)
 
     p is clamped to [0, 1]. The warm-up never starts at 0 and meets η at s = w; a decay reaches μ at s = T, the first
     step that is not taken, so no step is wasted on a rate of 0. `wsd` (warm-up, stable, decay) is the schedule of
-    MiniCPM (Hu et al. 2024) with a linear decay.
+    MiniCPM (Hu et al. 2024) with a linear decay, or with that by 1 − √p of LLMQ App. A.4 (Hägele et al. 2024).
 
     Returns:
         The rate, in (0, lr] during warm-up and in [min_lr, lr] after it; past `total_steps` it stays constant.
@@ -58,6 +58,8 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
     progress = max(0.0, (step - start) / (total_steps - start))
     if config.lr_schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
+    if config.lr_schedule == "wsd" and config.decay_shape == "sqrt":
+        progress = math.sqrt(progress)
     # each operation is monotone in `progress` even after rounding, which a sum of two products is not
     rate = config.lr - (config.lr - config.min_lr) * progress
     return config.min_lr if progress >= 1 else max(config.min_lr, rate)

@@ -4,6 +4,7 @@ Building takes two calls, because HELLO reports hashes and sizes before links ar
 configuration only, `connect` needs the plan and the transports.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -27,6 +28,7 @@ from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.recompute import recompute
+from tahq.models.chunked_attention import attend_in_chunks
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -57,7 +59,8 @@ def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> Mo
 def compute_device(config: ClusterConfig, stage: int, override: str | None) -> torch.device:
     """Where a stage computes: the command line, its host's entry, `run.device`; `auto` takes CUDA if there is any.
 
-    A GPU becomes this thread's current one; otherwise pinning memory would open a context on the first GPU as well.
+    A GPU becomes this thread's current one; otherwise pinning memory would open a context on the first GPU as well. It
+    gets `use_repeatable_kernels`.
 
     Raises:
         ConfigError: a device that this machine does not have.
@@ -66,6 +69,8 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
     if name == "auto":
         name = f"cuda:{stage % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        use_repeatable_kernels()
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -74,6 +79,24 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def use_repeatable_kernels() -> None:
+    """Make torch compute the same bits from the same inputs each time; call it before CUDA is first used.
+
+    Without this the backward of flash attention adds up the gradient of Q by atomics, in the order in which blocks
+    happen to finish, so no CUDA run could be repeated or resumed to the bit; the memory-efficient kernel may do the
+    same, and cuDNN's is left out. The price is a workspace: flash attention keeps ⌈multiprocessors / (B · H)⌉ partial
+    sums of that gradient, in fp32. An operator that has no repeatable form raises.
+
+    What else a step uses is repeatable in any case. In particular the embedding's backward has no atomics: up to 3072
+    tokens it adds rows that collide one after the other, beyond that it sorts tokens and adds each one's rows in order.
+    """
+    # cuBLAS is repeatable with this workspace only, where several streams use it; torch insists on it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_deterministic_debug_mode("error")  # as `use_deterministic_algorithms`, which imports the compiler first
+    # would write every new tensor once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def snapshots_folder(config: ClusterConfig) -> Path:
@@ -137,6 +160,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         ModelError: `memory.activations` has no code for the model's blocks.
     """
     recompute(module, config.memory.recompute_of(stage), fuses=config.memory.activations == "none")
+    attend_in_chunks(module, config.memory.attention_chunks)
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     module.z_loss = config.training.z_loss
     if config.memory.activations == "coat":

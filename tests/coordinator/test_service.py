@@ -50,6 +50,7 @@ def test_assign_and_plan_have_the_options(scene):
         ({}, ""),
         ({"warmup_steps": 7}, "warmup_steps 7 do not fit"),
         ({"warmup_steps": 3, "decay_steps": 4, "lr_schedule": "wsd"}, "warmup_steps 3 and decay_steps 4 do not fit"),
+        ({"seq_len_schedule": [[8, 7]]}, "seq_len_schedule ends with step 7, which does not fit"),
     ],
 )
 def test_epochs_become_steps_with_room_for_warm_up_and_decay_or_are_refused(scene, phases, reason):

@@ -62,7 +62,7 @@ def test_stages_that_recompute_different_parts_give_the_plain_loop(tmp_path, sch
     config = tiny(
         model={"family": "llama", "num_kv_heads": 1, "intermediate_size": 96},
         pipeline={"schedule": schedule},
-        memory={"recompute": levels},
+        memory={"recompute": levels, "attention_chunks": 3},
     )
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=config["model"])))
 

@@ -1,6 +1,7 @@
 """The model in one process has the gradients of the textbook loop, with codecs at its cuts and without."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def configured(**sections) -> ClusterConfig:
 
 
 def cut_model(config: ClusterConfig, *, cut: bool = True) -> CutModel:
-    return CutModel(PlainModel(config, cut=cut).slices, seed=config.run.seed)
+    num_pieces = partial(config.training.num_pieces, seq_len=config.data.seq_len)
+    return CutModel(PlainModel(config, cut=cut).slices, seed=config.run.seed, num_pieces=num_pieces)
 
 
 def batch_source(config: ClusterConfig) -> BatchSource:
@@ -67,6 +69,7 @@ CONFIGS = {
     "gpt2 with dropout": {"model": {"dropout": 0.1}},
     "llama": {"model": {"family": "llama", "num_kv_heads": 1, "intermediate_size": 48}},
     "two stages": {"pipeline": {"stages": 2}},
+    "samples in pieces": {"pipeline": {"stages": 2}, "training": {"seq_len_schedule": [[8, 4]]}},
 }
 
 

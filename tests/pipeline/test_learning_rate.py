@@ -27,6 +27,7 @@ def runs(draw):
         min_lr=draw(st.floats(0.0, 1.0)) * lr,
         warmup_steps=draw(st.integers(0, 320)),
         decay_steps=draw(st.none() | st.integers(1, 320)),
+        decay_shape=draw(st.sampled_from(["linear", "sqrt"])),
     )
     return training, total_steps
 
@@ -68,6 +69,8 @@ BY_HAND = [
     ("cosine", {"min_lr": 0.2}, [1.0, 0.8, 0.4]),
     # decay over the last 4 of 10: p = 0, 1/4, 2/4, 3/4 at steps 6 … 9
     ("wsd", {"decay_steps": 4}, [1.0] * 7 + [0.75, 0.5, 0.25]),
+    # 1 − √p at the same p
+    ("wsd", {"decay_steps": 4, "decay_shape": "sqrt"}, [1.0] * 7 + [0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
     # a tenth of the steps by default
     ("wsd", {}, [1.0] * 91 + [1 - p / 10 for p in range(1, 10)]),
     # a warm-up longer than the run is only warm-up

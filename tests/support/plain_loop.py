@@ -81,11 +81,14 @@ class PlainModel:
         self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int] = (), replica: int = 0
     ) -> torch.Tensor:
         self.random.at(step, replica, micro_batch, int(Purpose.TRAIN))
-        x = self.slices[0](tokens)
+        lengths = [size for size, last in self.config.training.seq_len_schedule if step < last]
+        size = min(lengths, default=tokens.shape[1])
+        x = self.slices[0](torch.stack([piece for sample in tokens for piece in sample.split(size)]))
         for cut, (part, codecs) in enumerate(zip(self.slices[1:], self.cuts, strict=True)):
             ids = [LogicalId(0, replica, step, Purpose.TRAIN, micro_batch, cut, direction) for direction in Direction]
             keys = tuple(codec_key(id, self.config.run.seed) for id in ids)
-            x = part(Cut.apply(x, codecs, keys, sample_ids))
+            crossed = Cut.apply(x.view(*tokens.shape, -1), codecs, keys, sample_ids)
+            x = part(crossed.view(x.shape))
         return x
 
 

@@ -7,6 +7,7 @@ are the run's random ones or its folder's, those of another folder, or of the ru
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -174,7 +175,8 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
     ]
     for chunk, part in enumerate(slices):
         keep_as_configured(config, part, chunk % config.pipeline.stages)
-    return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device.type))
+    num_pieces = partial(config.training.num_pieces, seq_len=config.data.seq_len)
+    return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device.type), num_pieces=num_pieces)
 
 
 def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int], None]:

@@ -86,10 +86,11 @@ class _DryRun:
         training, spec = self.config.training, self.spec
         length = f"{training.steps} steps" if training.steps is not None else f"{training.epochs:g} epochs"
         source = str(spec.folder) if spec.folder is not None else f"{spec.family} with random weights"
+        shorter = "".join(f", {size} until step {last}" for size, last in training.seq_len_schedule)
         return (
             f"run {self.config.run.name}: {source}, {sum(self.num_parameters):,} parameters\n"
             f"  {spec.num_layers} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}, "
-            f"sequences of {self.config.data.seq_len} tokens\n"
+            f"sequences of {self.config.data.seq_len} tokens{shorter}\n"
             f"  {length} of {training.global_batch} samples = {training.num_micro_batches} micro-batches of "
             f"{training.micro_batch}; {training.optimizer}, learning rate {training.lr:g}"
         )

@@ -288,6 +288,8 @@ RULES: Mapping[str, KeyRule] = {
     "training.lr_schedule": KeyRule(Verdict.INEXACT, _UPDATES),
     "training.warmup_steps": KeyRule(Verdict.INEXACT, "rates during or after the warm-up differ"),
     "training.decay_steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_NOT_WSD),
+    "training.decay_shape": KeyRule(Verdict.INEXACT, "the rate decays in another way", _IS_NOT_WSD),
+    "training.seq_len_schedule": KeyRule(Verdict.INEXACT, "samples are cut into other pieces, or at other steps"),
     "training.min_lr": KeyRule(Verdict.INEXACT, "the rate decays to another value", _IS_CONSTANT),
     "training.clip_norm": KeyRule(Verdict.INEXACT, "steps above either norm are scaled differently"),
     "training.z_loss": KeyRule(Verdict.INEXACT, "the gradient has another term"),
@@ -327,6 +329,7 @@ RULES: Mapping[str, KeyRule] = {
             "it is whole",
         ),
     ),
+    "memory.attention_chunks": KeyRule(Verdict.EXACT, "a head is computed by itself"),
     "memory.agoq": KeyRule(Verdict.INEXACT, "stored activations are rounded differently", _IS_NOT_AGOQ),
     "memory.agoq.rounding": KeyRule(Verdict.EXACT, "a resumed run keeps its bits"),
     "wire": KeyRule(
