@@ -254,6 +254,8 @@ class ClusterConfig(Section):
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "
                 "computed in chunks; leave it out or set it to 1"
             )
+        if self.training.precision == "fp8":
+            self._check_fp8()
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):
@@ -265,6 +267,19 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}, "
                 f"model.family is {family}; use memory.activations: none"
+            )
+
+    def _check_fp8(self) -> None:
+        if self.training.is_low_rank:
+            raise ValueError(
+                f"training.precision: fp8 needs whole weights to code in FP8, but training.optimizer "
+                f"{self.training.optimizer} stores those of attention and MLP in another form; use another optimizer, "
+                "or bf16"
+            )
+        if self.memory.activations == "coat":
+            raise ValueError(
+                "training.precision: fp8 is not for memory.activations: coat, which has FP8 products of its own; use "
+                "bf16, or memory.activations none or agoq"
             )
 
     def _check_wire(self) -> None:

@@ -22,7 +22,9 @@ MOST_LOGITS_NBYTES = 512 * 2**20
 """Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open."""
 
 
-def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
+def stage_estimate(
+    config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, on_cpu: bool = False
+) -> StageMemory:
     """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
 
     Layers of a configuration that is not resolved are divided by counted cost.
@@ -31,7 +33,7 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
     row = config.pipeline.actions(config.training.num_micro_batches).actions[stage % config.pipeline.stages]
 
     def memory(chunk: int, in_flight: int = 0, put_off: int = 0) -> StageMemory:
-        numbers = _step_numbers(config, spec, row, chunk, bf16)
+        numbers = _step_numbers(config, spec, row, chunk, bf16, on_cpu)
         return stage_memory(spec, ranges[chunk], replace(numbers, in_flight=in_flight, put_off=put_off))
 
     def one(chunk: int, is_put_off: bool) -> StageMemory:
@@ -122,15 +124,17 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
     return range(stage % config.pipeline.stages, config.pipeline.num_chunks, config.pipeline.stages)
 
 
-def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool) -> StepNumbers:
+def _step_numbers(
+    config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool, on_cpu: bool
+) -> StepNumbers:
     """The numbers of a chunk with nothing in flight."""
-    training = config.training
+    training, stage = config.training, chunk % config.pipeline.stages
     return StepNumbers(
-        shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=chunk % config.pipeline.stages),
+        shape=micro_batch_shape(config, spec, training.micro_batch, bf16=bf16, stage=stage),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
-        kept_code_nbytes=kept_code_nbytes(config, bf16),
+        kept_code_nbytes=kept_code_nbytes(config, stage, has_fp8_units=bf16 and not on_cpu),
         low_rank=low_rank_settings(training, config.run.seed),
         splits_backward=any(action.kind is ActionKind.I for action in row),
         is_fused=training.is_fused,
@@ -165,23 +169,30 @@ def micro_batch_shape(
         recompute=level,
         stored_bits=memory.agoq.bits_of(stage or 0) if memory.activations == "agoq" else None,
         stored_layers=memory.agoq.stored if memory.activations == "agoq" else EXACTLY_STORED.get(level, ()),
-        coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),
+        fp8=config.training.precision == "fp8",
+        codes_gradients=_codes_gradients(config),
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
     )
 
 
-def _coat_gradient_nbytes(config: ClusterConfig, bf16: bool) -> int:
-    """Bytes per element of a coded gradient: FP8 units, in use where bf16 is, take two layouts."""
-    return 0 if config.memory.coat.backward_products == "bf16" else (2 if bf16 else 1)
+def _codes_gradients(config: ClusterConfig) -> bool:
+    if config.memory.activations == "coat":
+        return config.memory.coat.backward_products != "bf16"
+    return config.training.precision == "fp8"
 
 
-def kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
-    """Bytes that COAT keeps beside each element of a matrix; FP8 units, in use where bf16 is, take two layouts."""
-    if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
-        return 0
-    return 2 if bf16 else 1
+def kept_code_nbytes(config: ClusterConfig, stage: int | None = None, *, has_fp8_units: bool) -> int:
+    """Bytes of FP8 codes that are kept beside each element of a block's matrix on a stage, or on all of them alike.
+
+    FP8 units take two layouts. Where blocks are recomputed, `training.precision: fp8` keeps none.
+    """
+    if config.memory.activations == "coat":
+        is_kept = config.memory.coat.keep_weight_codes
+    else:
+        is_kept = config.training.precision == "fp8" and config.memory.recompute_of(stage) != "block"
+    return int(is_kept) * (2 if has_fp8_units else 1)
 
 
 def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
@@ -202,7 +213,8 @@ def memory_savings(
 
     With `on_cpu`, copies for checkpoints are in the same memory.
     """
-    now = stage_estimate(config, spec, stage, bf16=bf16)
+    estimate = partial(stage_estimate, bf16=bf16, on_cpu=on_cpu)
+    now = estimate(config, spec, stage)
     found: list[tuple[str, int]] = []
     if on_cpu and config.run.snapshot_every is not None:
         found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * now.snapshot))
@@ -211,7 +223,7 @@ def memory_savings(
             ClusterConfig.model_validate(changed.model_dump(mode="json"))
             # more stages: the largest of them, wherever that will be
             stages = range(changed.pipeline.stages) if changed.pipeline.stages != config.pipeline.stages else (stage,)
-            then = max(stage_estimate(changed, spec, number, bf16=bf16).total for number in stages)
+            then = max(estimate(changed, spec, number).total for number in stages)
         except (UserError, ValueError):
             continue  # the rest of the configuration forbids it
         found.append((change, now.total - then))

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tahq.comm.topology import Grid
 from tahq.errors import ScheduleError
-from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, QGaLoreConfig
+from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
 from tahq.units import Duration, Section
@@ -77,8 +77,10 @@ class TrainingConfig(Section):
     eval_every: int | None = Field(default=None, ge=1)
     eval_batches: int = Field(default=4, ge=1)
     """Global batches of the validation split per evaluation."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA. `fp8`: `bf16` with the blocks' products with
+    weights in FP8 (LLMQ)."""
+    fp8: Fp8Config = Fp8Config()
 
     @field_validator("optimizer", mode="before")
     @classmethod

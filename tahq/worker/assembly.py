@@ -24,6 +24,7 @@ from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.fp8_products import check_fp8_units, use_fp8_products
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.recompute import recompute
@@ -60,7 +61,7 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     A GPU becomes this thread's current one; otherwise pinning memory would open a context on the first GPU as well.
 
     Raises:
-        ConfigError: a device that this machine does not have.
+        ConfigError: a device that this machine does not have, or that cannot compute in `training.precision`.
     """
     host = config.hosts[stage] if isinstance(config.hosts, list) else None
     name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
@@ -73,13 +74,15 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
         raise ConfigError(f"stage {stage}: device {name!r} cannot be used here: {reason}") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.training.precision == "fp8":
+        check_fp8_units(device)
     return device
 
 
 def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
-    """Whether a stage on this device computes under bf16 autocast (`training.precision`)."""
+    """Whether a stage on this device computes under bf16 autocast (`training.precision`), fp8 included."""
     precision = config.training.precision
-    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    return precision in ("bf16", "fp8") or (precision == "auto" and device.type == "cuda")
 
 
 def snapshots_folder(config: ClusterConfig) -> Path:
@@ -135,7 +138,7 @@ def _slice(
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
-    """Make a stage's slice keep what `memory` says of a micro-batch.
+    """Make a stage's slice keep what `memory` says of a micro-batch, and multiply as `training.precision` says.
 
     `micro_batch`: its samples; None: as configured.
 
@@ -148,6 +151,8 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         use_fp8_flow(module, config.memory.coat)
     elif config.memory.activations == "agoq":
         store_inputs(module, config.memory.agoq, config.memory.agoq.bits_of(stage))
+    if config.training.precision == "fp8":
+        use_fp8_products(module, config.training.fp8)
 
 
 # -- the stage ---------------------------------------------------------------------------------------

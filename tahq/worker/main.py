@@ -320,11 +320,11 @@ def out_of_memory(
 
 def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
     """The stage's needs and advice; if they cannot be estimated, advice without numbers."""
-    bf16 = computes_in_bf16(config, device)
+    bf16, on_cpu = computes_in_bf16(config, device), device.type == "cpu"
     try:
         spec = resolved_spec(config, None)
-        memory = stage_estimate(config, spec, stage, bf16=bf16)
-        helpful = memory_savings(config, spec, stage, bf16=bf16, on_cpu=device.type == "cpu")
+        memory = stage_estimate(config, spec, stage, bf16=bf16, on_cpu=on_cpu)
+        helpful = memory_savings(config, spec, stage, bf16=bf16, on_cpu=on_cpu)
         depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage % config.pipeline.stages)
     except (UserError, ValueError, MemoryError, RuntimeError):
         return _GENERAL

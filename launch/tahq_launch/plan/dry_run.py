@@ -62,7 +62,8 @@ class _DryRun:
         self.bf16 = [computes_in_bf16(config, device) for device in self.devices]
         self.memory = []
         for stage in self.stages:
-            self.memory.append(stage_estimate(config, self.spec, stage, bf16=self.bf16[stage]))
+            on_cpu = self.devices[stage].type == "cpu"
+            self.memory.append(stage_estimate(config, self.spec, stage, bf16=self.bf16[stage], on_cpu=on_cpu))
             progress((stage + 1) / len(self.stages))
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
         self.flows = step_flows(config, self.spec)
@@ -76,6 +77,11 @@ class _DryRun:
             _grid(self.schedule, self.config.pipeline.schedule == "auto"),
         ]
         return "\n\n".join(part for part in parts if part)
+
+    def _precision(self, stage: int) -> str:
+        if self.config.training.precision == "fp8":
+            return "fp8"
+        return "bf16" if self.bf16[stage] else "fp32"
 
     def _num_parameters(self, stage: int) -> int:
         """Parameters of all chunks of a stage, in whichever format their weights are stored."""
@@ -98,7 +104,7 @@ class _DryRun:
         rows = []
         for stage, count in enumerate(self.num_parameters):
             layers = " | ".join(_span(self.ranges[chunk]) for chunk in chunks_of(self.config, stage))
-            place = _host_name(self.config, stage), self.devices[stage], "bf16" if self.bf16[stage] else "fp32"
+            place = _host_name(self.config, stage), self.devices[stage], self._precision(stage)
             rows.append((stage, *place, layers, f"{count:,}", f"{count / sum(self.num_parameters):.1%}"))
         titles = ["stage", "host", "device", "dtype", "layers", "parameters", "share"]
         return "Layers\n" + plain_table(titles, rows, left=(1, 2, 3, 4))

@@ -152,7 +152,7 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         frame_nbytes=0,
-        kept_code_nbytes=kept_code_nbytes(config, bf16),
+        kept_code_nbytes=kept_code_nbytes(config, has_fp8_units=bf16 and stage_device(config, 0).type != "cpu"),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
         stores_gradients=config.memory.gradients == "fp8",

@@ -81,6 +81,17 @@ def is_norm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.LayerNorm) or type(layer).__name__.endswith("RMSNorm")
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a module of a block is a product with a weight."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def output_projection(attention: Any) -> nn.Module:
+    """The product that takes attention's output."""
+    projection: nn.Module = attention.o_proj if hasattr(attention, "o_proj") else attention.c_proj
+    return projection
+
+
 def store_inputs_of(layer: Any, which: Sequence[str], bits: Bits, model: Any, *, is_own: bool) -> None:
     """Make one module of a block store its inputs, if `which` names its kind (`memory.agoq.stored`).
 
@@ -89,12 +100,11 @@ def store_inputs_of(layer: Any, which: Sequence[str], bits: Bits, model: Any, *,
     name = type(layer).__name__
     if "norms" in which and is_norm(layer):
         layer.forward = partial(_norm, layer, layer.forward, bits, is_own)
-    elif isinstance(layer, nn.Linear) or name == "Conv1D":
+    elif is_linear(layer):
         layer.forward = partial(_recomputed_product, layer, layer.forward)
     elif "attention" in which and name.endswith("Attention"):
         layer.stored_bits = bits
-        projection = layer.o_proj if hasattr(layer, "o_proj") else layer.c_proj
-        projection.register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
+        output_projection(layer).register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
     elif "mlp" in which and hasattr(layer, "gate_proj"):
         layer.forward = partial(_gated_mlp, layer, bits, model.hidden_act == "silu")
     elif "mlp" in which and hasattr(layer, "c_fc"):
@@ -182,7 +192,7 @@ def stored(
         return _kept(layer, *inputs)
     # autograd's own nodes, since a sum of several gradients depends on their order
     result: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    result.kept = _Kept(layer, [x.detach() for x in inputs])  # type: ignore[attr-defined]
+    result.kept = _Kept(layer, [x.detach() for x in inputs], is_exact=True)  # type: ignore[attr-defined]
     return result
 
 
@@ -245,8 +255,8 @@ class _Differentiated:
 class _Kept:
     """What an output is recomputed from: a layer's call, and the codes of its inputs."""
 
-    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor], *, is_exact: bool = False) -> None:
+        self.tensors, self.is_exact = tensors, is_exact
         self._recomputation = _Recomputation(layer)
 
     def expect(self) -> "_Recomputation":
