@@ -18,7 +18,7 @@ Source: LLMQ §3.
 Letters: T tokens, C input channels, N output channels of a matrix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from tahq.memory.coat.fp8_codes import (
     WeightCodes,
     layouts_for,
     linear_forward,
+    matrix,
     tensor_codes,
     weight_gradient_layout,
 )
@@ -74,15 +75,15 @@ def _forward(layer: Any, backward: str, keeps_input: bool, x: torch.Tensor) -> t
     """[…, C] to […, N]; `keeps_input`: x is kept anyway."""
     weight, dtype = _weight_codes(layer), product_dtype(x)
     if not torch.is_grad_enabled():
-        return linear_forward(_input_codes(x, "rows"), weight, dtype, fast=False).view(*x.shape[:-1], -1)
+        return linear_forward(_input_codes(x, _rows), weight, dtype, fast=False).view(*x.shape[:-1], -1)
     kept, tensors, again, is_exact = recomputed_input(x), [], None, True
     if kept is not None:
         tensors, again, is_exact = [*kept.tensors], kept.expect(), kept.is_exact
     elif keeps_input:
         tensors, again = [x.detach()], _AsKept()
-    codes = _input_codes(x, layouts_for(_matrix(x)) if again is None else "rows")
-    call = _Call(weight, codes, dtype, backward, current_deferral(), again, is_exact)
-    output: torch.Tensor = _Fp8Product.apply(x, layer.weight, call, *tensors)  # type: ignore[no-untyped-call]
+    codes = _input_codes(x, layouts_for if again is None else _rows)
+    call = _Call(weight, dtype, backward, current_deferral(), again, is_exact)
+    output: torch.Tensor = _Fp8Product.apply(x, layer.weight, codes, call, *tensors)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -98,17 +99,19 @@ def _weight_codes(layer: Any) -> WeightCodes:
 
 
 @torch.no_grad()
-def _input_codes(x: torch.Tensor, layouts: Layouts, scale: torch.Tensor | None = None) -> TensorCodes:
-    """Codes of x […, C] as a matrix, made once for all products that take this tensor."""
+def _input_codes(
+    x: torch.Tensor, layouts: Callable[[torch.Tensor], Layouts], scale: torch.Tensor | None = None
+) -> TensorCodes:
+    """Codes of x […, C] as a matrix [T, C], made once for all products that take this tensor."""
     codes: TensorCodes | None = getattr(x, "fp8_codes", None)
     if codes is None:
-        codes = x.fp8_codes = tensor_codes(_matrix(x), E4M3, layouts, scale)  # type: ignore[attr-defined]
+        rows = matrix(x)
+        codes = x.fp8_codes = tensor_codes(rows, E4M3, layouts(rows), scale)  # type: ignore[attr-defined]
     return codes
 
 
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """[…, C] as [T, C]."""
-    return x.reshape(-1, x.shape[-1])
+def _rows(x: torch.Tensor) -> Layouts:
+    return "rows"
 
 
 class _AsKept:
@@ -119,16 +122,15 @@ class _AsKept:
         return tensors[0]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Call:
     """One product.
 
-    `codes`: of the input, for the forward only; `backward`: the format of the output's gradient; `again`: gives the
-    backward the input, `is_exact` with the same bits; None: it needs the codes only.
+    `backward`: the format of the output's gradient; `again`: gives the backward the input, with the same bits if
+    `is_exact`; None: the input's codes are kept.
     """
 
     weight: WeightCodes
-    codes: TensorCodes | None
     dtype: torch.dtype
     backward: str
     deferred: DeferredGradients | None
@@ -137,12 +139,12 @@ class _Call:
 
 
 class _Fp8Product(torch.autograd.Function):
-    """Takes the input, the weight, which gets its gradient by `accumulate`, and what the input is recomputed from."""
+    """Of an input and a weight, whose gradient is added to it; `tensors`: what the input is recomputed from."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: _Call, *tensors: torch.Tensor) -> torch.Tensor:
-        codes, call.codes = call.codes, None
-        assert codes is not None
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, codes: TensorCodes, call: _Call, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.call, ctx.shape, ctx.dtype, ctx.num_kept = call, x.shape, x.dtype, len(tensors)
         ctx.save_for_backward(*(codes.for_weight_gradient() if call.again is None else (codes.scale, *tensors)))
         return linear_forward(codes, call.weight, call.dtype, fast=False).view(*x.shape[:-1], -1)
@@ -151,17 +153,17 @@ class _Fp8Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, saved, dtype = ctx.call, ctx.saved_tensors, ctx.dtype
-        gradient = OutputGradient.of(_matrix(gradients[0]), call.weight, call.dtype, call.backward)
+        gradient = OutputGradient.of(matrix(gradients[0]), call.weight, call.dtype, call.backward)
+        again, is_exact = call.again, call.is_exact  # `x` must not refer to `deferred`, which will hold it
 
         def x() -> TensorCodes:
-            if call.again is None:
+            if again is None:
                 return TensorCodes(*saved)
             scale, *tensors = saved
-            again = call.again.rows(tensors, dtype)
-            return _input_codes(again, weight_gradient_layout(_matrix(again)), scale if call.is_exact else None)
+            return _input_codes(again.rows(tensors, dtype), weight_gradient_layout, scale if is_exact else None)
 
         of_input = None
         if ctx.needs_input_grad[0]:
             of_input = gradient.of_input(call.weight, call.dtype).view(ctx.shape).to(dtype)
         gradient.add_weight_gradients(call.weight, x, call.deferred)
-        return of_input, None, None, *[None] * ctx.num_kept
+        return of_input, None, None, None, *[None] * ctx.num_kept

@@ -199,6 +199,11 @@ def tensor_codes(x: torch.Tensor, fp8: torch.dtype, layouts: Layouts, scale: tor
     return codes
 
 
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """[…, C] as contiguous [T, C]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def layouts_for(x: torch.Tensor) -> Layouts:
     """The layouts that products need for a tensor as large as x [T, C]: FP8 units need its transposed codes too."""
     return "both" if fits_fp8_units(x.device, *x.shape) else "rows"

@@ -43,6 +43,7 @@ from tahq.memory.coat.fp8_codes import (
     kernels_for,
     layouts_for,
     linear_forward,
+    matrix,
     tensor_codes,
     weight_gradient_layout,
 )
@@ -174,7 +175,7 @@ class _BeforeAttention(torch.autograd.Function):
         weights: tuple[WeightCodes, ...],
     ) -> tuple[torch.Tensor, ...]:
         """Hidden states [B, S, C] to each projection's [B, S, N], and the hidden states."""
-        norm = flow.kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
+        norm = flow.kernels.norm_forward(matrix(hidden), None, norm_weight, epsilon)
         y, kept = _norm_output(flow.kernels, norm, norm_weight)
         outputs = [linear_forward(y, weight, flow.dtype) for weight in weights]
         ctx.flow, ctx.weights = flow, weights
@@ -187,11 +188,11 @@ class _BeforeAttention(torch.autograd.Function):
         codes, scales, rstd, norm_weight, *kept = ctx.saved_tensors
         flow, y, of_normalised = ctx.flow, TensorCodes(*kept), []
         for weight, gradient in zip(ctx.weights, gradients[:-1], strict=True):
-            of_output = flow.output_gradient(_matrix(gradient), weight)
+            of_output = flow.output_gradient(matrix(gradient), weight)
             of_normalised.append(of_output.of_input(weight, flow.dtype))
             of_output.add_weight_gradients(weight, lambda: y, flow.deferred)
         of_hidden, of_norm = flow.kernels.norm_backward(
-            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, _matrix(gradients[-1])
+            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, matrix(gradients[-1])
         )
         return of_hidden.view(gradients[-1].shape), of_norm.to(norm_weight.dtype), None, None, None
 
@@ -212,10 +213,10 @@ class _AfterAttention(torch.autograd.Function):
         """Attention's output [B, S, H·D] and hidden states [B, S, C] to hidden states [B, S, C]."""
         kernels = flow.kernels
         project, gate, up, down = weights
-        attention_output = _matrix(attended)
+        attention_output = matrix(attended)
         a = tensor_codes(attention_output, E4M3, "rows")
         branch = linear_forward(a, project, flow.dtype)
-        norm = kernels.norm_forward(_matrix(hidden), branch, norm_weight, epsilon)
+        norm = kernels.norm_forward(matrix(hidden), branch, norm_weight, epsilon)
         y, kept_y = _norm_output(kernels, norm, norm_weight)
         a_scale = a.scale
         del a, branch
@@ -241,7 +242,7 @@ class _AfterAttention(torch.autograd.Function):
         y, p = TensorCodes(*rest[4:7]), TensorCodes(*rest[7:10])
         flow, kernels = ctx.flow, ctx.flow.kernels
         project, gate, up, down = ctx.weights
-        gradient = _matrix(gradients[0])
+        gradient = matrix(gradients[0])
 
         of_output = flow.output_gradient(gradient, down)
         of_product = of_output.of_input(down, flow.dtype)
@@ -268,11 +269,6 @@ class _AfterAttention(torch.autograd.Function):
         shape = gradients[0].shape
         of_inputs = of_attended.view(*shape[:-1], -1), of_hidden.view(shape), of_norm.to(norm_weight.dtype)
         return *of_inputs, None, None, None
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """[B, S, C] as contiguous [T, C]."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _norm_output(kernels: ModuleType, norm: NormForward, weight: torch.Tensor) -> tuple[TensorCodes, TensorCodes]:
