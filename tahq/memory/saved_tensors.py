@@ -195,8 +195,10 @@ def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> 
 
 
 def _mlp(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """The MLP's activation: tanh GELU in GPT-2; gate, up and SiLU(gate) elsewhere; and its output, the last product's
-    input."""
+    """The MLP's activation, and its output, which the last product takes.
+
+    Tanh GELU in GPT-2; gate, up and SiLU(gate) elsewhere.
+    """
     config, inner, is_gpt2 = spec.hf_config, _inner(spec), spec.layout.rotary is None
     if "mlp" in shape.stored_layers:
         return (1 if is_gpt2 else 2) * _stored(shape, inner, shape.element_nbytes)

@@ -1,6 +1,6 @@
 """FP8 formats, tensors of COAT's activations, and linear layers in FP8: products, cached codes of weights, gradients.
 
-`fp8_products` computes with the same layers without COAT's activations.
+`tahq.memory.fp8_products` uses the same products without COAT's activations.
 
 Tensors are codes with scales for groups of 16 or a whole tensor. A product runs on FP8 matrix units
 (`torch._scaled_mm`) where the device has them and the sizes are multiples of 16; elsewhere the same codes are
