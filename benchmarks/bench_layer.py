@@ -1,16 +1,17 @@
 """One layer with stored activations as torch keeps them, by AGoQ and by COAT: bytes by operator, memory and time.
 
     python benchmarks/bench_layer.py [--output benchmarks/results/layer_<hardware>_<yyyymm>.md]
+    python benchmarks/bench_layer.py --parts layer --layers bf16 fp8   # only these, in a minute
     python benchmarks/bench_layer.py --small       # on the CPU, in seconds: that it works, no figures
 
 AGoQ Tables 1, 5, 6, 7 and 11 (`--parts agoq`: the last four); COAT Tables 2, 7 and 12 (norms with quantisation). Needs
 a CUDA device with FP8 units; about ten minutes.
 Layers: transformers' own Llama layer in bf16 (`bf16`), the same under torch.compile (`bf16 compiled`), or computed
-again in the backward (`bf16 recomputed`); AGoQ's stored inputs (`agoq`: 4 bits); and COAT's FP8 flow (`coat`: in the
+again in the backward (`bf16 recomputed`); AGoQ's stored inputs (`agoq`: 4 bits); COAT's FP8 flow (`coat`: in the
 course of a step; `coat, step begins`: with its weights coded anew; `coat, codes not kept`: `keep_weight_codes: false`;
-`coat bf16 backward`: `backward_products: bf16`). First with weights and residual stream in bf16, as in the papers, then
-as tahq trains, with both in fp32 under autocast, whose copies of weights are made once for all micro-batches, and
-listed.
+`coat bf16 backward`: `backward_products: bf16`); and `training.precision: fp8` (`fp8`; `fp8 e5m2 backward`). First with
+weights and residual stream in bf16, as in the papers, then as tahq trains, with both in fp32 under autocast, whose
+copies of weights are made once for all micro-batches, and listed.
 
 Every repetition runs all variants in turn; times are medians, ratios are of medians. Memory is the allocator's: what a
 forward leaves allocated (its output, 1 U, included), and the peak of forward and backward. Weights, their gradients,
@@ -37,6 +38,7 @@ from layer_parts import (
     PAPER_UNITS,
     PARTS,
     Layer,
+    LayerConfig,
     PartMarks,
     Size,
     compiled,
@@ -44,7 +46,7 @@ from layer_parts import (
     saved_by_operator,
 )
 
-from tahq.memory.config import AgoqConfig, CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
 from tahq.models.deferred_gradients import sharing_weight_copies
 
 SMALL = Size(192, 512, 3, 1, 64)
@@ -66,7 +68,8 @@ NORM_SHAPES = [(4096, channels) for channels in (1024, 2048, 4096, 8192)]
 def bytes_by_operator(size: Size, device: torch.device) -> Iterator[list[str]]:
     units: dict[str, dict[str, float]] = dict(AGOQ_PAPER_UNITS if size.inner == 4 * size.hidden else {})
     units |= PAPER_UNITS if size in PAPER_SIZES else {}
-    for name, config in (("bf16", None), ("coat", CoatConfig()), ("agoq", AgoqConfig())):
+    configs = {"bf16": None, "coat": CoatConfig(), "agoq": AgoqConfig(), "fp8": Fp8Config()}
+    for name, config in configs.items():
         for suffix, master in (("", False), (" autocast", True)):
             layer = Layer(size, device, make_layer(size, device, config, master=master), master=master)
             units[name + suffix] = {
@@ -76,15 +79,15 @@ def bytes_by_operator(size: Size, device: torch.device) -> Iterator[list[str]]:
         yield [name, *(f"{of.get(operator, 0.0):.2f}" for operator in OPERATORS), f"{sum(of.values()):.2f}"]
 
 
-def variants(size: Size, device: torch.device, *, master: bool) -> dict[str, Layer]:
-    """The layers to compare, warmed up, `bf16` first."""
+def variants(size: Size, device: torch.device, only: Sequence[str] = (), *, master: bool) -> dict[str, Layer]:
+    """The layers to compare, warmed up, `bf16` first; `only`: names of those that are wanted."""
 
-    def made(config: CoatConfig | AgoqConfig | None) -> Layer:
+    def made(config: LayerConfig) -> Layer:
         return Layer(size, device, make_layer(size, device, config, master=master), master=master)
 
     layers, coat, again = {"bf16": made(None)}, made(CoatConfig()), made(None)
     again.module.checkpoint_blocks = True
-    if device.type == "cuda":
+    if device.type == "cuda" and (not only or "bf16 compiled" in only):
         layers["bf16 compiled"] = compiled(made(None))
     layers |= {
         "bf16 recomputed": again,
@@ -94,7 +97,10 @@ def variants(size: Size, device: torch.device, *, master: bool) -> dict[str, Lay
         "coat, step begins": coat,
         "coat, codes not kept": made(CoatConfig(keep_weight_codes=False)),
         "coat bf16 backward": made(CoatConfig(backward_products="bf16")),
+        "fp8": made(Fp8Config()),
+        "fp8 e5m2 backward": made(Fp8Config(backward="e5m2")),
     }
+    layers = {name: layer for name, layer in layers.items() if not only or name in only}
     for name, layer in list(layers.items()):
         try:
             for _ in range(3):
@@ -108,9 +114,11 @@ def variants(size: Size, device: torch.device, *, master: bool) -> dict[str, Lay
 
 
 @sharing_weight_copies()
-def layer_rows(size: Size, device: torch.device, repeats: int, *, master: bool) -> list[list[str]]:
-    """COAT Table 7, with AGoQ; weights stay the same."""
-    layers = variants(size, device, master=master)
+def layer_rows(
+    size: Size, device: torch.device, repeats: int, only: Sequence[str] = (), *, master: bool
+) -> list[list[str]]:
+    """COAT Table 7, with AGoQ and products in FP8; weights stay the same."""
+    layers = variants(size, device, only, master=master)
     marks: dict[str, list[list[Any]]] = {name: [] for name in layers}
     for _ in range(repeats):
         for name, layer in layers.items():
@@ -207,7 +215,7 @@ def norm_table(shapes: list[tuple[int, int]], device: torch.device, repeats: int
     return Table(("shape", *found[shapes[0]]), rows, caption, heading)
 
 
-SPEEDS = ("bf16", "bf16 compiled", "bf16 recomputed", "agoq", "coat")
+SPEEDS = ("bf16", "bf16 compiled", "bf16 recomputed", "agoq", "coat", "fp8")
 
 
 def agoq_tables(options: argparse.Namespace, device: torch.device, repeats: int) -> Iterator[Table]:
@@ -234,15 +242,16 @@ def layer_tables(options: argparse.Namespace, device: torch.device, repeats: int
         "under Linear in the paper. `autocast`: residual stream and weights in fp32; bf16 copies of weights, which all "
         "micro-batches share, do not count."
     )
-    for size in [SMALL] if options.small else AGOQ_SIZES:
+    for size in () if options.layers else [SMALL] if options.small else AGOQ_SIZES:
         heading = f"Bytes kept for backward by operator, in U = {size.unit} bytes ({size}; AGoQ Table 1, COAT Table 2)"
         yield Table(("", *OPERATORS, "total"), bytes_by_operator(size, device), caption, heading)
-    yield norm_table([(64, 256)] if options.small else NORM_SHAPES, device, repeats)
+    if not options.layers:
+        yield norm_table([(64, 256)] if options.small else NORM_SHAPES, device, repeats)
     for size in sizes:
         for master in (False, True):
             kind = "fp32 weights and residual stream, autocast" if master else "weights and residual stream in bf16"
             columns = ("", "forward ms", "backward ms", "total", "faster", "kept MiB", "less", "peak MiB", "less")
-            rows = layer_rows(size, device, repeats, master=master)
+            rows = layer_rows(size, device, repeats, options.layers, master=master)
             yield Table((*columns, "copies MiB"), rows, heading=f"A layer of {size}; {kind}")
             gc.collect()
             if device.type == "cuda":
@@ -270,6 +279,7 @@ if __name__ == "__main__":
                 "choices": ["layer", "agoq"],
                 "help": "tables to make",
             },
+            "--layers": {"nargs": "+", "default": [], "help": "only a whole layer, in these variants"},
             "--small": {"action": "store_true", "help": "a small layer on the CPU"},
             "--sizes": {"type": int, "default": 1, "help": "how many of Table 7's four sizes"},
         },

@@ -12,9 +12,10 @@ from torch import nn
 
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import CoatBlock, use_fp8_flow
-from tahq.memory.config import AgoqConfig, CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
+from tahq.memory.fp8_products import use_fp8_products
 from tahq.models.config import ModelConfig
-from tahq.models.deferred_gradients import sharing_weight_copies
+from tahq.models.deferred_gradients import shared_copies, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
@@ -57,13 +58,16 @@ class Size:
         return f"hidden {self.hidden}, inner {self.inner}{grouped}, batch {self.batch}, sequence {self.seq_len}"
 
 
-def make_layer(size: Size, device: torch.device, config: CoatConfig | AgoqConfig | None, *, master: bool) -> ModelSlice:
+LayerConfig = CoatConfig | AgoqConfig | Fp8Config | None
+
+
+def make_layer(size: Size, device: torch.device, config: LayerConfig, *, master: bool) -> ModelSlice:
     """One block as a slice; weights in bf16, or (`master`) in fp32 for autocast.
 
     Args:
         size: of it.
         device: where.
-        config: FP8 flow, or stored inputs in bits; None: transformers' layer.
+        config: FP8 flow, stored inputs in bits, or products in FP8; None: transformers' layer.
         master: keep weights and residual stream in fp32, as tahq trains.
     """
     sizes = {"hidden_size": size.hidden, "intermediate_size": size.inner, "num_heads": size.heads, "num_layers": 3}
@@ -74,6 +78,8 @@ def make_layer(size: Size, device: torch.device, config: CoatConfig | AgoqConfig
         module.to(torch.bfloat16)
     if isinstance(config, CoatConfig):
         use_fp8_flow(module, config)
+    elif isinstance(config, Fp8Config):
+        use_fp8_products(module, config)
     elif config is not None:
         store_inputs(module, config, config.bits_of(0))
     return module
@@ -116,6 +122,9 @@ class Layer:
         block = self.module.get_submodule(BLOCK)
         if isinstance(block, CoatBlock):
             return block.weight_codes_nbytes
+        own = set(block.parameters())
+        if codes := sum(each.nbytes for (weight, _), each in (shared_copies() or {}).items() if weight in own):
+            return codes
         has_copies = self._master and type(block).__name__ != "OptimizedModule"  # compiled, they are made anew
         return 2 * sum(each.numel() for each in block.parameters() if each.ndim > 1) if has_copies else 0
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from tahq.comm.config import MachineConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.memory.config import AdamW8bitConfig, AgoqConfig, CoatConfig, Fp8AdamWConfig, QGaLoreConfig
+from tahq.memory.config import AdamW8bitConfig, AgoqConfig, CoatConfig, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
@@ -20,6 +20,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     name: MachineConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
 } | {
     "training.fp8_adamw": Fp8AdamWConfig,
+    "training.fp8": Fp8Config,
     "memory.agoq": AgoqConfig,
     "memory.coat": CoatConfig,
     "training.adamw8bit": AdamW8bitConfig,

@@ -259,6 +259,8 @@ class ClusterConfig(Section):
                 "memory.attention_chunks divides the work of a fused kernel, but with model.dropout attention is "
                 "written out and keeps S² weights per head; set one of them to its default"
             )
+        if self.training.precision == "fp8":
+            self._check_fp8()
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):
@@ -270,6 +272,19 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}, "
                 f"model.family is {family}; use memory.activations: none"
+            )
+
+    def _check_fp8(self) -> None:
+        if self.training.is_low_rank:
+            raise ValueError(
+                f"training.precision: fp8 needs whole weights to code in FP8, but training.optimizer "
+                f"{self.training.optimizer} stores those of attention and MLP in another form; use another optimizer, "
+                "or bf16"
+            )
+        if self.memory.activations == "coat":
+            raise ValueError(
+                "training.precision: fp8 is not for memory.activations: coat, which has FP8 products of its own; use "
+                "bf16, or memory.activations none or agoq"
             )
 
     def _check_wire(self) -> None:

@@ -23,9 +23,9 @@ MOST_LOGITS_NBYTES = 512 * 2**20
 
 
 def computes_in_bf16(config: ClusterConfig, device: str) -> bool:
-    """Whether a stage on this type of device computes under bf16 autocast (`training.precision`)."""
+    """Whether a stage on this type of device computes under bf16 autocast (`training.precision`), fp8 included."""
     precision = config.training.precision
-    return precision == "bf16" or (precision == "auto" and device == "cuda")
+    return precision in ("bf16", "fp8") or (precision == "auto" and device == "cuda")
 
 
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> StageMemory:
@@ -138,7 +138,7 @@ def _step_numbers(
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
-        kept_code_nbytes=kept_code_nbytes(config, device),
+        kept_code_nbytes=kept_code_nbytes(config, device, stage),
         low_rank=low_rank_settings(training, config.run.seed),
         splits_backward=any(action.kind is ActionKind.I for action in row),
         is_fused=training.is_fused,
@@ -174,7 +174,8 @@ def micro_batch_shape(
         recompute=level,
         stored_bits=memory.agoq.bits_of(stage or 0) if memory.activations == "agoq" else None,
         stored_layers=memory.agoq.stored if memory.activations == "agoq" else EXACTLY_STORED.get(level, ()),
-        coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),
+        fp8=config.training.precision == "fp8",
+        codes_gradients=_codes_gradients(config),
         copies_weights=low_rank is None,
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
@@ -182,16 +183,23 @@ def micro_batch_shape(
     )
 
 
-def _coat_gradient_nbytes(config: ClusterConfig, bf16: bool) -> int:
-    """Bytes per element of a coded gradient: FP8 units, in use where bf16 is, take two layouts."""
-    return 0 if config.memory.coat.backward_products == "bf16" else (2 if bf16 else 1)
+def _codes_gradients(config: ClusterConfig) -> bool:
+    if config.memory.activations == "coat":
+        return config.memory.coat.backward_products != "bf16"
+    return config.training.precision == "fp8"
 
 
-def kept_code_nbytes(config: ClusterConfig, device: str) -> int:
-    """Bytes that COAT keeps beside each element of a matrix; FP8 units, in use where bf16 is, take two layouts."""
-    if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
-        return 0
-    return 2 if computes_in_bf16(config, device) else 1
+def kept_code_nbytes(config: ClusterConfig, device: str, stage: int | None = None) -> int:
+    """Bytes of FP8 codes that are kept beside each element of a block's matrix on a stage, or on all of them alike.
+
+    FP8 units, in use where bf16 is, take two layouts. Where blocks are recomputed, `training.precision: fp8` keeps
+    none.
+    """
+    if config.memory.activations == "coat":
+        is_kept = config.memory.coat.keep_weight_codes
+    else:
+        is_kept = config.training.precision == "fp8" and config.memory.recompute_of(stage) != "block"
+    return int(is_kept) * (2 if device == "cuda" and computes_in_bf16(config, device) else 1)
 
 
 def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:

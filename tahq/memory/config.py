@@ -133,6 +133,13 @@ class Fp8AdamWConfig(Section):
     """The same for v."""
 
 
+class Fp8Config(Section):
+    """Matrix products under `training.precision: fp8`."""
+
+    backward: Literal["e4m3", "e5m2"] = "e4m3"
+    """Format of an output's gradient; weights and inputs are E4M3."""
+
+
 class AdamW8bitConfig(Section):
     """How `adamw8bit` stores its moments."""
 

@@ -41,7 +41,7 @@ class StepNumbers:
     in_flight: int
     optimizer_nbytes: Callable[[Iterable[tuple[int, ...]]], int]
     frame_nbytes: int
-    kept_code_nbytes: int = 0  # Bytes of FP8 codes per element of a block's matrix (`memory.coat.keep_weight_codes`)
+    kept_code_nbytes: int = 0  # Bytes of FP8 codes per element of a block's matrix
     low_rank: LowRankSettings | None = None
     splits_backward: bool = False  # Whether gradients of weights are computed separately from those of inputs
     put_off: int = 0  # Micro-batches in flight that only lack gradients of weights

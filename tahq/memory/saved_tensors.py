@@ -52,8 +52,8 @@ class MicroBatchShape:
     recompute: Recompute = "none"  # `memory.recompute`
     stored_bits: int | None = None  # Of `memory.activations: agoq`; None: inputs are kept unchanged
     stored_layers: Collection[str] = ()  # `memory.agoq.stored`, or what `recompute` keeps the inputs of
-    coat_gradient_nbytes: int = 0
-    """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
+    fp8: bool = False  # `training.precision: fp8`
+    codes_gradients: bool = False  # Whether the products of a backward take their output's gradient in FP8
     copies_weights: bool = True
     copies_head: bool = True
     loss_chunks: int = 1  # `memory.loss_chunks`
@@ -91,7 +91,8 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
     outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
     + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. `fused`:
-    8·T·C for the inputs of two norms, 2·a·T·C for their outputs, 2·a·T·I or 3·a·T·I for the MLP's activation. With
+    8·T·C for the inputs of two norms, 2·a·T·C for their outputs, 2·a·T·I or 3·a·T·I for the MLP's activation. Under
+    `fp8` norms' outputs, and the input of the MLP's last product, are one byte per element, once each. With
     COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; the layers in `stored_layers` keep
     their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, 4·T·C.
     """
@@ -126,7 +127,7 @@ def _stored(shape: MicroBatchShape, channels: int, element_nbytes: int) -> int:
 
 def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes of bf16 copies of a block's matrices."""
-    has_copies = shape.bf16 and shape.copies_weights and not shape.coat
+    has_copies = shape.bf16 and shape.copies_weights and not shape.coat and not shape.fp8
     return _BF16 * spec.layout.block_weights(spec.hf_config) if has_copies else 0
 
 
@@ -214,24 +215,35 @@ def _norm(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
 
 
 def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
-    """A norm's output, of which in Llama's layers each product makes its bf16 copy; or what recomputes it."""
+    """A norm's output, of which in Llama's layers each product makes its bf16 copy; or codes; or what recomputes it."""
     elements = shape.num_tokens * spec.hidden_size
     if "norms" in shape.stored_layers:
         return _stored(shape, spec.hidden_size, _FP32)
+    if shape.fp8:
+        return _FP8 * elements
     if spec.layout.rotary is None or shape.fused:
         return shape.element_nbytes * elements
     return elements * (num_products * _BF16 if shape.bf16 else _FP32)
 
 
 def _mlp(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """The MLP's activation: tanh GELU in GPT-2; gate, up, SiLU(gate) and the product elsewhere."""
-    config, element = spec.hf_config, shape.element_nbytes
-    inner, is_stored = _inner(spec), "mlp" in shape.stored_layers
-    if spec.layout.rotary is None:
-        num = 5 if config.activation_function == _WRITTEN_OUT and not shape.fused else 2
-        return _stored(shape, inner, element) if is_stored else element * shape.num_tokens * inner * num
-    num = 3 if shape.fused and config.hidden_act == "silu" else 4
-    return 2 * _stored(shape, inner, element) if is_stored else element * shape.num_tokens * num * inner
+    """The MLP's activation, and its output, which the last product takes.
+
+    Tanh GELU in GPT-2; gate, up and SiLU(gate) elsewhere.
+    """
+    config, inner, is_gpt2 = spec.hf_config, _inner(spec), spec.layout.rotary is None
+    if "mlp" in shape.stored_layers:
+        return (1 if is_gpt2 else 2) * _stored(shape, inner, shape.element_nbytes)
+    if is_gpt2:
+        num = 4 if config.activation_function == _WRITTEN_OUT and not shape.fused else 1
+    else:
+        num = 2 if shape.fused and config.hidden_act == "silu" else 3
+    return shape.num_tokens * inner * (num * shape.element_nbytes + _input_nbytes(shape))
+
+
+def _input_nbytes(shape: MicroBatchShape) -> int:
+    """Per element of the input of a product that nothing else keeps."""
+    return _FP8 if shape.fp8 else shape.element_nbytes
 
 
 def _mask(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -321,15 +333,16 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
     GPT-2: a·T·(3·C + I) for inputs and a·T·(5·C + I) for gradients. Llama and similar: the norms' outputs as they are
     saved, 8·T·C in fp32 and 10·T·C in bf16, a·T·(H·D + I) for attention's output and the MLP's product, a·T·N for
-    gradients. With COAT all of these but attention's output in FP8, T·(2·C + I), and T·N·`coat_gradient_nbytes`. With
-    AGoQ inputs that are recomputed are codes.
+    gradients. With COAT, and under `fp8`, all of these but attention's output in FP8, T·(2·C + I + N). With AGoQ inputs
+    that are recomputed are codes.
     """
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
     inner, width = _inner(spec), int(config.num_attention_heads) * head_dim(config)
     is_gpt2 = spec.layout.rotary is None
     outputs = 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + (1 if is_gpt2 else 2) * inner
+    gradients = tokens * outputs * (_FP8 if shape.codes_gradients else element)
     if shape.coat:
-        return tokens * (2 * hidden + inner + element * width + (shape.coat_gradient_nbytes or element) * outputs)
+        return tokens * (2 * hidden + inner + element * width) + gradients
     # what was computed again as a whole keeps its inputs
     again = replace(shape, stored_layers=())
     of_attention = again if shape.recompute in _ATTENTION_AGAIN else shape
@@ -338,8 +351,8 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     has_codes = "attention" in of_attention.stored_layers
     attention = _stored(shape, width, element) if has_codes else element * tokens * width
     stored_mlp = (1 if is_gpt2 else 2) * _stored(shape, inner, element)
-    mlp = stored_mlp if "mlp" in of_mlp.stored_layers else element * tokens * inner
-    return norms + attention + mlp + element * tokens * outputs
+    mlp = stored_mlp if "mlp" in of_mlp.stored_layers else _input_nbytes(shape) * tokens * inner
+    return norms + attention + mlp + gradients
 
 
 def deferred_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -53,8 +53,8 @@ def current_deferral() -> DeferredGradients | None:
     return _current.get() if torch.is_grad_enabled() else None
 
 
-WeightCopies = dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]
-"""Casts of weights.
+WeightCopies = dict[tuple[torch.Tensor, torch.dtype], Any]
+"""Casts of weights, and under `training.precision: fp8` their codes.
 
 `torch.autocast` keeps its casts until the thread's outermost context ends. On a stage that is a micro-batch, so each in
 flight would keep its own copies, 2 bytes per weight, and cast every weight anew.
@@ -99,6 +99,8 @@ class RecomputedInput(Protocol):
 
     tensors: Sequence[torch.Tensor]
     """What a backward needs."""
+    is_exact: bool
+    """Whether the input gets the same bits again."""
 
     def expect(self) -> "Recomputation":
         """Announce one more product; returns what gives it the input again."""
@@ -230,7 +232,8 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies |
         return weight.to(dtype)
     if (weight, dtype) not in copies:
         copies[weight, dtype] = weight.detach().to(dtype)
-    return copies[weight, dtype]
+    cast: torch.Tensor = copies[weight, dtype]
+    return cast
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:

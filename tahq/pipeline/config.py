@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tahq.comm.topology import Grid
 from tahq.errors import ScheduleError
-from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, QGaLoreConfig
+from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
 from tahq.units import Duration, Section
@@ -89,8 +89,10 @@ class TrainingConfig(Section):
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
     """[tokens, last step], in order: until then each sample is cut into pieces of so many tokens, which do not see each
     other. Later steps, and evaluations, have whole samples of `data.seq_len`. Source: LLMQ App. A.4."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA. `fp8`: `bf16` with the blocks' products with
+    weights in FP8 (LLMQ)."""
+    fp8: Fp8Config = Fp8Config()
 
     @field_validator("optimizer", mode="before")
     @classmethod

@@ -25,6 +25,7 @@ from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.fp8_products import check_fp8_units, use_fp8_products
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.recompute import recompute
@@ -63,7 +64,7 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     gets `use_repeatable_kernels`.
 
     Raises:
-        ConfigError: a device that this machine does not have.
+        ConfigError: a device that this machine does not have, or that cannot compute in `training.precision`.
     """
     host = config.hosts[stage] if isinstance(config.hosts, list) else None
     name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
@@ -78,6 +79,8 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
         raise ConfigError(f"stage {stage}: device {name!r} cannot be used here: {reason}") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.training.precision == "fp8":
+        check_fp8_units(device)
     return device
 
 
@@ -152,7 +155,7 @@ def _slice(
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
-    """Make a stage's slice keep what `memory` says of a micro-batch.
+    """Make a stage's slice keep what `memory` says of a micro-batch, and multiply as `training.precision` says.
 
     `micro_batch`: its samples; None: as configured.
 
@@ -167,6 +170,8 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         use_fp8_flow(module, config.memory.coat)
     elif config.memory.activations == "agoq":
         store_inputs(module, config.memory.agoq, config.memory.agoq.bits_of(stage))
+    if config.training.precision == "fp8":
+        use_fp8_products(module, config.training.fp8)
 
 
 # -- the stage ---------------------------------------------------------------------------------------

@@ -377,7 +377,8 @@ class ComputeMeasurement:
 
         def input_lap() -> tuple[float]:
             # autograd omits gradients that are not requested, but not within our own autograd functions
-            model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
+            has_own = self._config.memory.activations == "coat" or self._config.training.precision == "fp8"
+            model.deferred = DeferredGradients() if has_own else None
             y, gradient = forward()
             model.deferred = None
             start_s = now_s()

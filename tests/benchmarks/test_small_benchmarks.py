@@ -15,7 +15,7 @@ from layer_parts import Layer, Size, make_layer, saved_by_operator
 from optimizer_rows import entries, llama_shapes, make_parameters, state_nbytes
 from trace_overhead import overheads
 
-from tahq.memory.config import AgoqConfig, CoatConfig
+from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
 from tahq.observe.trace_file import FIRST_STAGE_PID
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -33,9 +33,10 @@ def test_benchmark_finds_what_it_imports(name):
     [
         (None, {"RMSNorm": 6.0, "Act Func": 8.0, "FlashAttn": 4.0, "Linear": 2 + 8 / 3}),
         (CoatConfig(), {"RMSNorm": 1.125, "Act Func": 3.0, "FlashAttn": 4.0, "Linear": 1 + 4 / 3}),
+        (Fp8Config(), {"RMSNorm": 6.0, "Act Func": 8.0, "FlashAttn": 4.0, "Linear": 1 + 4 / 3}),
         (AgoqConfig(), {"RMSNorm": 4.125 / 8, "Act Func": 2 * 8 / 3 * 4.125 / 16, "FlashAttn": 4.0}),
     ],
-    ids=["bf16", "coat", "agoq"],
+    ids=["bf16", "coat", "fp8", "agoq"],
 )
 def test_layer_benchmark_counts_the_bytes_that_a_layer_saves(config, units):
     layer = Layer(SIZE, CPU, make_layer(SIZE, CPU, config, master=False), master=False)

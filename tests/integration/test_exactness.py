@@ -134,6 +134,19 @@ def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp
     assert run.losses != without.losses
 
 
+@pytest.mark.parametrize(
+    ("family", "pipeline", "memory"),
+    [
+        ("gpt2", {"stages": 2, "schedule": "zero-bubble"}, {}),
+        ("llama", {"stages": 4, "schedule": "1f1b"}, {"recompute": ["none", "norm", "qkv", "block"]}),
+    ],
+    ids=["gpt2, split backward", "llama, recomputed"],
+)
+def test_fp8_products_give_the_plain_loop(tmp_path, family, pipeline, memory):
+    config = tiny(model={"family": family}, training={"precision": "fp8"}, pipeline=pipeline, memory=memory)
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
+
+
 AGOQ = {"activations": {"kind": "agoq", "bits": 4}, "gradients": "fp8"}
 
 

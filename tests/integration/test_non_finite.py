@@ -103,8 +103,9 @@ def test_nan_in_one_micro_batch_of_a_middle_stage_is_skipped_by_all(tmp_path):
         {"training": {"optimizer": "adamw8bit", "adamw8bit": {"min_elements": 0}}},
         # norms as usual: the hook is called once more where their gradient is recomputed
         {"memory": {"activations": {"kind": "agoq", "stored": ["mlp"]}, "gradients": "fp8"}},
+        {"training": {"precision": "fp8"}},
     ],
-    ids=["coat", "adamw8bit", "agoq"],
+    ids=["coat", "adamw8bit", "agoq", "fp8"],
 )
 def test_nan_is_skipped_with_few_bits_in_memory(tmp_path, sections):
     assert_skipped_once(disturbed_run(tmp_path, changed(**sections)))

@@ -55,15 +55,23 @@ def test_activations_are_counted_as_they_are_kept(checkpointing):
     assert times.block_activation_bytes == (whole if checkpointing == "none" else 4 * 2 * 32 * 64)
 
 
-def test_a_block_with_fp8_flow_is_timed_and_counted_as_one(monkeypatch):
+@pytest.mark.parametrize(
+    ("sections", "shape"),
+    [
+        ({"memory": {"activations": "coat"}}, MicroBatchShape(2, 32, coat=True)),
+        ({"training": {"precision": "fp8"}}, MicroBatchShape(2, 32, True, fp8=True)),
+    ],
+    ids=["coat", "fp8"],
+)
+def test_a_block_with_products_in_fp8_is_timed_and_counted_as_one(monkeypatch, sections, shape):
     products = []
     of_weight = OutputGradient.of_weight
     monkeypatch.setattr(OutputGradient, "of_weight", lambda *args: products.append(args) or of_weight(*args))
     model = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96, "vocab_size": 256}
-    config = configured(model=model, memory={"activations": "coat"})
+    config = configured(model=model, **sections)
     times, _ = times_of(config)
     spec = load_spec(config.model, vocab_size=256, seq_len=32)
-    assert times.block_activation_bytes == saved_by_block(spec, 0, MicroBatchShape(2, 32, coat=True))
+    assert times.block_activation_bytes == saved_by_block(spec, 0, shape)
     assert 0 < times.block_input_gradient <= times.block_backward
     # Seven matrices in each of the laps of a whole backward, none in those of the input's gradient alone.
     assert len(products) == 7 * (1 + measuring.FEWEST)

@@ -8,11 +8,11 @@ import torch
 from support.fp8_flow_checks import check_gated, check_norm, check_rotation, check_tensor_codes, matrices, same
 from support.interpreter import DEVICE, in_interpreter, on_device, sizes
 from support.samples import normal
-from support.small_slices import gradients, make_slice, make_spec, relative_distance
+from support.small_slices import different, gradients, make_slice, make_spec, relative_distance
 
 from tahq.memory.coat import fp8_codes
 from tahq.memory.coat import fp8_flow_reference as reference
-from tahq.memory.config import CoatConfig
+from tahq.memory.config import CoatConfig, Fp8Config
 
 pytestmark = on_device
 SHAPES = sizes([(5, 20)], [(1, 1), (2, 130)], [(70, 130), (256, 1024)])
@@ -84,3 +84,12 @@ def test_a_layer_of_kernels_computes_what_the_reference_does(kernels, monkeypatc
     for name, value in expected.items():
         # Last bits of sums and of SiLU may move a number over the edge between two codes, by 2⁻³ of it at most.
         assert relative_distance(got[name], value) < 1e-2, name
+
+
+@in_interpreter
+def test_products_in_fp8_by_kernels_are_those_of_the_reference(kernels, monkeypatch):
+    monkeypatch.setattr(fp8_codes, "has_fp8_units", lambda device: True)
+    spec = make_spec("gpt2", hidden_size=16, num_heads=2)
+    expected = gradients(make_slice(spec, fp8=Fp8Config()), seq_len=8)
+    monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
+    assert different(gradients(make_slice(spec, fp8=Fp8Config()), seq_len=8), expected) == []

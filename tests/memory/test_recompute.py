@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tahq.memory.config import EXACTLY_STORED, Recompute
+from tahq.memory.config import EXACTLY_STORED, Fp8Config, Recompute
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.recompute import recompute
@@ -39,18 +39,21 @@ every_level = pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("family", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.1), ("qwen2", 0.0), ("qwen3", 0.0)]
 )
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_loss_and_gradients_have_the_bits_of_a_pass_that_recomputes_nothing(family, level, bf16, dropout, is_split):
-    check_bits(make_spec(family, dropout=dropout), level, bf16, is_split, torch.device("cpu"))
+def test_loss_and_gradients_have_the_bits_of_a_pass_that_recomputes_nothing(
+    family, level, precision, dropout, is_split
+):
+    check_bits(make_spec(family, dropout=dropout), level, precision, is_split, torch.device("cpu"))
 
 
 @pytest.mark.gpu
 @every_level
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_bits_are_equal_on_cuda(family, level, is_split):
-    check_bits(make_spec(family, hidden_size=320), level, True, is_split, torch.device("cuda"))
+def test_bits_are_equal_on_cuda(family, level, precision, is_split):
+    check_bits(make_spec(family, hidden_size=320), level, precision, is_split, torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -65,8 +68,9 @@ def test_kernels_compute_what_transformers_does(family, bf16):
             assert relative_distance(got[name], exact[name]) < 1.2 * relative_distance(plain[name], exact[name]) + 1e-5
 
 
-def check_bits(spec: ModelSpec, level: Recompute, bf16: bool, is_split: bool, device: torch.device) -> None:
-    plain, other = make_slice(spec, "none", device=device), make_slice(spec, level, device=device)
+def check_bits(spec: ModelSpec, level: Recompute, precision: str, is_split: bool, device: torch.device) -> None:
+    fp8, bf16 = Fp8Config() if precision == "fp8" else None, precision != "fp32"
+    plain, other = (make_slice(spec, memory, device=device, fp8=fp8) for memory in ("none", level))
     deferred = DeferredGradients() if is_split else None
     with sharing_weight_copies():
         assert different(gradients(plain, bf16=bf16), gradients(other, bf16=bf16, deferred=deferred)) == []
@@ -131,26 +135,27 @@ def kept_nbytes(module: ModelSlice, *, bf16: bool) -> int:
     return nbytes
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "block"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("level", [None, *LEVELS[:-1]])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize(
     ("family", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("llama", 0.1), ("qwen3", 0.0)]
 )
-def test_count_equals_what_is_kept(family, level, bf16, dropout):
-    check_count(make_spec(family, dropout=dropout), level, bf16, "cpu")
+def test_count_equals_what_is_kept(family, level, precision, dropout):
+    check_count(make_spec(family, dropout=dropout), level, precision, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["none", *(level for level in LEVELS if level != "block")])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_count_equals_what_is_kept_on_cuda(family, level):
-    check_count(make_spec(family, hidden_size=256, num_heads=2), level, True, "cuda")
+def test_count_equals_what_is_kept_on_cuda(family, level, precision):
+    check_count(make_spec(family, hidden_size=256, num_heads=2), level, precision, "cuda")
 
 
-def check_count(spec: ModelSpec, level: Recompute, bf16: bool, device: str) -> None:
-    blocks, stored = BlockRange(1, 2, 3), EXACTLY_STORED.get(level, ())
-    module = make_slice(spec, level, blocks=blocks, device=device)
-    fused = device == "cuda"
-    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, fused, recompute=level, stored_layers=stored)
+def check_count(spec: ModelSpec, level: Recompute | None, precision: str, device: str) -> None:
+    blocks, bf16, fp8 = BlockRange(1, 2, 3), precision != "fp32", precision == "fp8"
+    module = make_slice(spec, level, blocks=blocks, device=device, fp8=Fp8Config() if fp8 else None)
+    keys = {"recompute": level or "none", "stored_layers": EXACTLY_STORED.get(level, ())}
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, device == "cuda", fp8=fp8, **keys)
     counted = saved_by_slice(spec, blocks, shape)
     assert counted == pytest.approx(kept_nbytes(module, bf16=bf16), rel=0.01)

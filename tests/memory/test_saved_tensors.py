@@ -9,8 +9,9 @@ from support.small_slices import MICRO_BATCH, SEQ_LEN, VOCAB, make_slice, make_s
 from torch import nn
 
 from tahq.memory.agoq.stored_inputs import store_inputs
+from tahq.memory.coat import fp8_codes
 from tahq.memory.coat.fp8_codes import OutputGradient, WeightCodes
-from tahq.memory.config import EXACTLY_STORED, AgoqConfig, CoatConfig, Recompute
+from tahq.memory.config import EXACTLY_STORED, AgoqConfig, CoatConfig, Fp8Config, Recompute
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import (
@@ -115,6 +116,27 @@ def test_count_covers_fp8_flow(family, keys, bf16, blocks):
 
 def recomputing_shape(bf16: bool, level: Recompute) -> MicroBatchShape:
     return MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, recompute=level, stored_layers=EXACTLY_STORED.get(level, ()))
+
+
+@every_range
+@pytest.mark.parametrize("has_units", [False, True], ids=["emulated", "units"])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("llama", {"intermediate_size": 176, "dropout": 0.1}), ("gpt2", {}), ("qwen3", {"intermediate_size": 176})],
+    ids=["llama", "gpt2", "qwen3"],
+)
+def test_count_covers_fp8_products(monkeypatch, family, keys, has_units, blocks):
+    # torch multiplies FP8 on a CPU too, so that the layouts for FP8 units can be counted there
+    monkeypatch.setattr(fp8_codes, "has_fp8_units", lambda device: has_units)
+    spec = make_spec(family, **keys)
+    shape, module = (
+        MicroBatchShape(MICRO_BATCH, SEQ_LEN, True, fp8=True),
+        make_slice(spec, blocks=blocks, fp8=Fp8Config()),
+    )
+    own, shared = measured_nbytes(spec, blocks, bf16=True, module=module)
+    assert saved_by_slice(spec, blocks, shape) == pytest.approx(own, rel=TOLERANCE)
+    codes = (2 if has_units else 1) * len(blocks) * spec.layout.block_weights(spec.hf_config)
+    assert counted_copies(spec, blocks, shape) + codes == pytest.approx(shared, rel=TOLERANCE)
 
 
 def agoq_shape(bf16: bool, config: AgoqConfig) -> MicroBatchShape:
@@ -234,12 +256,14 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
         ("mistral", AgoqConfig(bits=5, stored=("attention",))),
         ("llama", AgoqConfig(bits=6, stored=("mlp",))),
         *((family, level) for family in ("gpt2", "qwen3") for level in ("swiglu", "norm", "ffn", "qkv", "att")),
+        *((family, Fp8Config()) for family in ("gpt2", "llama", "qwen3")),
     ],
     ids=lambda each: each if isinstance(each, str) else str(each and each.model_dump()),
 )
 def test_count_equals_what_deferred_weight_gradients_hold(family, memory, checkpoint_blocks, bf16, blocks):
     spec = make_spec(family)
-    module = make_slice(spec, memory, blocks=blocks)
+    is_fp8 = isinstance(memory, Fp8Config)
+    module = make_slice(spec, None if is_fp8 else memory, blocks=blocks, fp8=memory if is_fp8 else None)
     module.checkpoint_blocks = checkpoint_blocks
     module.deferred = deferred = DeferredGradients()
     _, y = run_forward(module, blocks, bf16=bf16)
@@ -249,7 +273,7 @@ def test_count_equals_what_deferred_weight_gradients_hold(family, memory, checkp
     elif isinstance(memory, str):
         shape = recomputing_shape(bf16, memory)
     else:
-        # a CPU keeps FP8 codes in one layout only
-        nbytes = 1 if memory is not None and memory.backward_products == "e5m2" else 0
-        shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=memory is not None, coat_gradient_nbytes=nbytes)
+        is_coat = isinstance(memory, CoatConfig)
+        codes_gradients = is_fp8 or (is_coat and memory.backward_products == "e5m2")
+        shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=is_coat, fp8=is_fp8, codes_gradients=codes_gradients)
     assert deferred_by_slice(spec, blocks, shape) == pytest.approx(deferred_nbytes(deferred, module), rel=TOLERANCE)

@@ -95,6 +95,7 @@ INEXACT = [
     {"training.clip_norm": None},
     {"training.micro_batch": 8},
     {"training.precision": "bf16"},
+    ({"training.precision": "fp8"}, {"training.fp8": {"backward": "e5m2"}}),
     {"data.seq_len": 64},
     ({"model.max_seq_len": 512}, {"data.seq_len": 256}),
     ({"model": {"path": "/model"}}, {"data.seq_len": 4096}),

@@ -19,6 +19,7 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.fp8_products import use_fp8_products
 from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
@@ -71,6 +72,9 @@ class PlainModel:
         if config.memory.activations == "agoq":
             for part in self.slices:
                 store_inputs(part, config.memory.agoq, config.memory.agoq.bits_of(0))
+        if config.training.precision == "fp8":
+            for part in self.slices:
+                use_fp8_products(part, config.training.fp8)
         wire = config.wire
         self.cuts = [(get_codec(wire.activations), get_codec(wire.gradients)) for _ in self.slices[1:]]
 
@@ -81,6 +85,12 @@ class PlainModel:
         self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int] = (), replica: int = 0
     ) -> torch.Tensor:
         self.random.at(step, replica, micro_batch, int(Purpose.TRAIN))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.training.precision in ("bf16", "fp8")):
+            return self._output(tokens, step, micro_batch, sample_ids, replica).float()
+
+    def _output(
+        self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int], replica: int
+    ) -> torch.Tensor:
         lengths = [size for size, last in self.config.training.seq_len_schedule if step < last]
         size = min(lengths, default=tokens.shape[1])
         x = self.slices[0](torch.stack([piece for sample in tokens for piece in sample.split(size)]))

@@ -7,7 +7,8 @@ import torch
 from support.samples import normal
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
-from tahq.memory.config import AgoqConfig, CoatConfig, Recompute
+from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config, Recompute
+from tahq.memory.fp8_products import use_fp8_products
 from tahq.memory.recompute import recompute
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
@@ -33,8 +34,12 @@ def make_slice(
     *,
     blocks: BlockRange = MIDDLE,
     device: torch.device | str = "cpu",
+    fp8: Fp8Config | None = None,
 ) -> ModelSlice:
-    """A slice as transformers computes it, or with COAT's FP8 flow, AGoQ's stored activations, or recomputation."""
+    """A slice as transformers computes it, or with COAT's FP8 flow, AGoQ's stored activations, or recomputation.
+
+    `fp8`: with products in FP8.
+    """
     module = build_slice(spec, blocks, seed=0, device=device, random=RandomContext(0)).train()
     if isinstance(memory, CoatConfig):
         use_fp8_flow(module, memory)
@@ -42,6 +47,8 @@ def make_slice(
         recompute(module, memory)
     elif memory is not None:
         store_inputs(module, memory, memory.bits_of(0))
+    if fp8 is not None:
+        use_fp8_products(module, fp8)
     return module
 
 

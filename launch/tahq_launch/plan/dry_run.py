@@ -77,6 +77,11 @@ class _DryRun:
         ]
         return "\n\n".join(part for part in parts if part)
 
+    def _precision(self, stage: int) -> str:
+        if self.config.training.precision == "fp8":
+            return "fp8"
+        return "bf16" if self.bf16[stage] else "fp32"
+
     def _num_parameters(self, stage: int) -> int:
         """Parameters of all chunks of a stage, in whichever format their weights are stored."""
         chunks = (slice_parameters(self.spec, self.ranges[chunk]).values() for chunk in chunks_of(self.config, stage))
@@ -99,7 +104,7 @@ class _DryRun:
         rows = []
         for stage, count in enumerate(self.num_parameters):
             layers = " | ".join(_span(self.ranges[chunk]) for chunk in chunks_of(self.config, stage))
-            place = _host_name(self.config, stage), self.devices[stage], "bf16" if self.bf16[stage] else "fp32"
+            place = _host_name(self.config, stage), self.devices[stage], self._precision(stage)
             rows.append((stage, *place, layers, f"{count:,}", f"{count / sum(self.num_parameters):.1%}"))
         titles = ["stage", "host", "device", "dtype", "layers", "parameters", "share"]
         return "Layers\n" + plain_table(titles, rows, left=(1, 2, 3, 4))

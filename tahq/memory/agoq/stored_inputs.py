@@ -48,6 +48,8 @@ class Layer(Protocol):
     """One call of a layer that keeps codes of its inputs."""
 
     parameters: tuple[nn.Parameter, ...]
+    is_exact: bool
+    """Whether inputs are kept unchanged."""
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The output of the exact inputs, and codes and scales of each."""
@@ -81,6 +83,17 @@ def is_norm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.LayerNorm) or type(layer).__name__.endswith("RMSNorm")
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a module of a block is a product with a weight."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def output_projection(attention: Any) -> nn.Module:
+    """The product that takes attention's output."""
+    projection: nn.Module = attention.o_proj if hasattr(attention, "o_proj") else attention.c_proj
+    return projection
+
+
 def store_inputs_of(
     layer: Any, which: Sequence[str], bits: Bits, model: Any, *, is_own: bool, recomputes: bool = True
 ) -> None:
@@ -92,12 +105,11 @@ def store_inputs_of(
     name = type(layer).__name__
     if "norms" in which and is_norm(layer):
         layer.forward = partial(_norm, layer, layer.forward, bits, recomputes, is_own)
-    elif recomputes and (isinstance(layer, nn.Linear) or name == "Conv1D"):
+    elif recomputes and is_linear(layer):
         layer.forward = partial(_recomputed_product, layer, layer.forward)
     elif "attention" in which and name.endswith("Attention"):
         layer.stored_bits = bits
-        projection = layer.o_proj if hasattr(layer, "o_proj") else layer.c_proj
-        projection.register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
+        output_projection(layer).register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
     elif "mlp" in which and hasattr(layer, "gate_proj"):
         layer.forward = partial(_gated_mlp, layer, bits, recomputes, model.hidden_act == "silu")
     elif "mlp" in which and hasattr(layer, "c_fc"):
@@ -193,7 +205,7 @@ def stored(
         return _kept(layer, *inputs)
     # autograd's own nodes, since a sum of several gradients depends on their order
     result: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    result.kept = _Kept(layer, [x.detach() for x in inputs])  # type: ignore[attr-defined]
+    result.kept = _Kept(layer, [x.detach() for x in inputs], is_exact=True)  # type: ignore[attr-defined]
     return result
 
 
@@ -207,7 +219,7 @@ def _kept(layer: Layer, *inputs: torch.Tensor, recomputes: bool = True) -> torch
         layer, len(tensors), output, *tensors, *inputs, *layer.parameters
     )
     if recomputes:
-        result.kept = _Kept(layer, tensors)  # type: ignore[attr-defined]
+        result.kept = _Kept(layer, tensors, is_exact=layer.is_exact)  # type: ignore[attr-defined]
     return result
 
 
@@ -218,6 +230,7 @@ class _Differentiated:
         self, function: Function, bits: Bits, inputs: Sequence[torch.Tensor], parameters: tuple[nn.Parameter, ...]
     ) -> None:
         self._function, self._bits, self.parameters = function, bits, parameters
+        self.is_exact = bits is None
         self._like = [(x.shape, x.dtype) for x in inputs]
         device = inputs[0].device.type
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -259,8 +272,8 @@ class _Differentiated:
 class _Kept:
     """What an output is recomputed from: a layer's call, and the codes of its inputs."""
 
-    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, layer: Layer, tensors: Sequence[torch.Tensor], *, is_exact: bool) -> None:
+        self.tensors, self.is_exact = tensors, is_exact
         self._recomputation = _Recomputation(layer)
 
     def expect(self) -> "_Recomputation":

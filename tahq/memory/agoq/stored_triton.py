@@ -58,6 +58,7 @@ class StoredNorm:
     """
 
     def __init__(self, layer: Any, bits: int | None, x: torch.Tensor, dtype: torch.dtype) -> None:
+        self.is_exact = bits is None
         self._bits, self._like, self._dtype = bits, torch.empty_like(x, device="meta"), dtype
         self._weight, self._bias = layer.weight, getattr(layer, "bias", None)
         self._is_centred = isinstance(layer, nn.LayerNorm)
@@ -121,6 +122,7 @@ class StoredActivation:
     parameters: tuple[nn.Parameter, ...] = ()
 
     def __init__(self, bits: int | None, *inputs: torch.Tensor) -> None:
+        self.is_exact = bits is None
         self._bits, self._like = bits, [torch.empty_like(x, device="meta") for x in inputs]
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

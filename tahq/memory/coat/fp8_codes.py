@@ -1,5 +1,7 @@
 """FP8 formats, tensors of COAT's activations, and linear layers in FP8: products, cached codes of weights, gradients.
 
+`tahq.memory.fp8_products` uses the same products without COAT's activations.
+
 Tensors are codes with scales for groups of 16 or a whole tensor. A product runs on FP8 matrix units
 (`torch._scaled_mm`) where the device has them and the sizes are multiples of 16; elsewhere the same codes are
 multiplied as floating-point numbers, with the same result except for the order of additions and, on CUDA, a rounding of
@@ -13,17 +15,19 @@ Source: COAT §5.2, appendices D, G.3 and G.5.
 Letters: T tokens, C input channels, N output channels of a matrix.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from tahq.memory.small_floats.block_codes import has_fp8_units
+from tahq.models.deferred_gradients import DeferredGradients, accumulate
 
 GROUP = 16  # Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)
 E4M3 = torch.float8_e4m3fn
@@ -71,6 +75,14 @@ class TensorCodes(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Values [T, C]."""
         return (self.rows.float() * self.scale).to(dtype)
+
+    def for_weight_gradient(self) -> "TensorCodes":
+        """Only the codes that the gradient of a weight needs."""
+        return self if self.column_codes is None else TensorCodes(None, self.column_codes, self.scale)
+
+    def transposed(self) -> "TensorCodes":
+        """The codes of the transposed matrix."""
+        return TensorCodes(self.column_codes, self.row_codes, self.scale)
 
 
 class NormForward(NamedTuple):
@@ -120,6 +132,8 @@ def product(
 class WeightCodes:
     """The codes of one linear layer's weight [N, C], recomputed when the weight has changed.
 
+    The layer is `nn.Linear`, or transformers' Conv1D, whose parameter is the transposed matrix, [C, N].
+
     Weights change at COMMIT only, between steps; all micro-batches of a step share the codes. A change is recognised by
     `forget`, called when a stage begins a step or an evaluation, and by the tensor's version.
 
@@ -127,8 +141,9 @@ class WeightCodes:
     and code the weight for every product.
     """
 
-    def __init__(self, linear: nn.Linear, *, keep: bool) -> None:
+    def __init__(self, linear: Any, *, keep: bool) -> None:
         self.linear, self._keep = linear, keep
+        self.is_transposed = not isinstance(linear, nn.Linear)
         self._version = -1
         self._scale: torch.Tensor | None = None
         self._codes: TensorCodes | None = None
@@ -157,25 +172,46 @@ class WeightCodes:
         if self._scale is None:
             self._scale = kernels.tensor_scale(kernels.group_maxima(weight), E4M3)
         needs_columns = fits_fp8_units(weight.device, *weight.shape)
-        if not self._keep:
-            layouts = "columns" if for_gradient and needs_columns else "rows"
-            codes: TensorCodes = kernels.quantize_tensor(weight, self._scale, E4M3, layouts)
-            return codes
-        self._codes = kernels.quantize_tensor(weight, self._scale, E4M3, "both" if needs_columns else "rows")
-        return self._codes
+        layouts: Layouts = "rows"
+        if needs_columns:
+            layouts = "both" if self._keep else "columns" if for_gradient != self.is_transposed else "rows"
+        codes: TensorCodes = kernels.quantize_tensor(weight, self._scale, E4M3, layouts)
+        if self.is_transposed:
+            codes = codes.transposed()
+        self._codes = codes if self._keep else None
+        return codes
 
 
-def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
-    """x·Wᵀ + b: [T, N] of x [T, C]."""
+def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype, *, fast: bool = True) -> torch.Tensor:
+    """x·Wᵀ + b: [T, N] of x [T, C]; `fast` as of `product`."""
     codes = weight.codes(for_gradient=False)
-    y = product(x.rows, codes.rows, (x.scale, codes.scale), dtype, fast=True)
+    y = product(x.rows, codes.rows, (x.scale, codes.scale), dtype, fast=fast)
     bias = weight.linear.bias
     return y if bias is None else y.add_(bias.detach().to(dtype))
+
+
+def tensor_codes(x: torch.Tensor, fp8: torch.dtype, layouts: Layouts, scale: torch.Tensor | None = None) -> TensorCodes:
+    """x [T, C] with one scale: s = max|x|/Δmax, computed unless it is given, and codes round(x/s)."""
+    kernels = kernels_for(x.device)
+    if scale is None:
+        scale = kernels.tensor_scale(kernels.group_maxima(x), fp8)
+    codes: TensorCodes = kernels.quantize_tensor(x, scale, fp8, layouts)
+    return codes
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """[…, C] as contiguous [T, C]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def layouts_for(x: torch.Tensor) -> Layouts:
     """The layouts that products need for a tensor as large as x [T, C]: FP8 units need its transposed codes too."""
     return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
+
+
+def weight_gradient_layout(x: torch.Tensor) -> Layouts:
+    """The layout that only the gradient of a weight needs for its input x [T, C]."""
+    return "columns" if layouts_for(x) == "both" else "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +233,7 @@ class OutputGradient:
         of_bias = None if weight.linear.bias is None else gradient.float().sum(0)
         if fp8 is None:
             return cls(gradient.to(dtype), None, of_bias)
-        kernels = kernels_for(gradient.device)
-        scale = kernels.tensor_scale(kernels.group_maxima(gradient), fp8)
-        return cls(None, kernels.quantize_tensor(gradient, scale, fp8, layouts_for(gradient)), of_bias)
+        return cls(None, tensor_codes(gradient, fp8, layouts_for(gradient)), of_bias)
 
     def of_input(self, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
         """∂x = ∂y·W: [T, C]."""
@@ -209,9 +243,33 @@ class OutputGradient:
             return self.plain.mm(codes.dequantized(self.plain.dtype))
         return product(self.codes.rows, codes.columns, (self.codes.scale, codes.scale), dtype, fast=False)
 
-    def of_weight(self, x: TensorCodes, dtype: torch.dtype) -> torch.Tensor:
-        """∂W = ∂yᵀ·x: [N, C]."""
+    def of_weight(self, x: TensorCodes, weight: WeightCodes) -> torch.Tensor:
+        """∂W = ∂yᵀ·x: [N, C], or as the layer's parameter lies, in its dtype."""
+        dtype = weight.linear.weight.dtype
         if self.codes is None:
             assert self.plain is not None
             return self.plain.t().mm(x.dequantized(self.plain.dtype)).to(dtype)
-        return product(self.codes.columns, x.columns, (self.codes.scale, x.scale), dtype, fast=False)
+        factors = (x, self.codes) if weight.is_transposed else (self.codes, x)
+        left, right = (each.columns for each in factors)
+        return product(left, right, (self.codes.scale, x.scale), dtype, fast=False)
+
+    def add_weight_gradients(
+        self, weight: WeightCodes, x: Callable[[], TensorCodes], deferred: DeferredGradients | None
+    ) -> None:
+        """Add to the gradients of a linear layer: its bias now, its weight now or when the deferred part runs.
+
+        `x`: gives the layer's input.
+        """
+        linear, codes = weight.linear, self.codes
+        if self.of_bias is not None and linear.bias.requires_grad:
+            accumulate(linear.bias, self.of_bias)
+        kept = OutputGradient(self.plain, None if codes is None else codes.for_weight_gradient())
+
+        def add() -> None:
+            if linear.weight.requires_grad:
+                accumulate(linear.weight, kept.of_weight(x(), weight))
+
+        if deferred is None:
+            add()
+        else:
+            deferred.add(add)

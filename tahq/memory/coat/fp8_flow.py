@@ -21,7 +21,7 @@ Letters: B samples, S positions, T = B·S tokens, H heads, D channels per head, 
 channels of a matrix.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -36,7 +36,6 @@ from tahq.memory.coat.fp8_codes import (
     E4M3,
     FP8_FORMATS,
     GroupCodes,
-    Layouts,
     NormForward,
     OutputGradient,
     TensorCodes,
@@ -44,9 +43,12 @@ from tahq.memory.coat.fp8_codes import (
     kernels_for,
     layouts_for,
     linear_forward,
+    matrix,
+    tensor_codes,
+    weight_gradient_layout,
 )
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
-from tahq.models.deferred_gradients import DeferredGradients, accumulate, product_dtype
+from tahq.models.deferred_gradients import DeferredGradients, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.slice import ModelSlice
 
@@ -159,20 +161,6 @@ class _Flow:
     def output_gradient(self, gradient: torch.Tensor, weight: WeightCodes) -> OutputGradient:
         return OutputGradient.of(gradient, weight, self.dtype, self.products)
 
-    def add_weight_gradients(self, gradient: OutputGradient, weight: WeightCodes, x: Callable[[], TensorCodes]) -> None:
-        """Add to the gradients of a linear layer's weight and bias, now or when the deferred part runs."""
-
-        def add() -> None:
-            if weight.linear.weight.requires_grad:
-                accumulate(weight.linear.weight, gradient.of_weight(x(), weight.linear.weight.dtype))
-            if gradient.of_bias is not None and weight.linear.bias.requires_grad:
-                accumulate(weight.linear.bias, gradient.of_bias)
-
-        if self.deferred is None:
-            add()
-        else:
-            self.deferred.add(add)
-
 
 class _BeforeAttention(torch.autograd.Function):
     """The norm and the projections to Q, K and V."""
@@ -187,7 +175,7 @@ class _BeforeAttention(torch.autograd.Function):
         weights: tuple[WeightCodes, ...],
     ) -> tuple[torch.Tensor, ...]:
         """Hidden states [B, S, C] to each projection's [B, S, N], and the hidden states."""
-        norm = flow.kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
+        norm = flow.kernels.norm_forward(matrix(hidden), None, norm_weight, epsilon)
         y, kept = _norm_output(flow.kernels, norm, norm_weight)
         outputs = [linear_forward(y, weight, flow.dtype) for weight in weights]
         ctx.flow, ctx.weights = flow, weights
@@ -200,11 +188,11 @@ class _BeforeAttention(torch.autograd.Function):
         codes, scales, rstd, norm_weight, *kept = ctx.saved_tensors
         flow, y, of_normalised = ctx.flow, TensorCodes(*kept), []
         for weight, gradient in zip(ctx.weights, gradients[:-1], strict=True):
-            of_output = flow.output_gradient(_matrix(gradient), weight)
+            of_output = flow.output_gradient(matrix(gradient), weight)
             of_normalised.append(of_output.of_input(weight, flow.dtype))
-            flow.add_weight_gradients(of_output, weight, lambda: y)
+            of_output.add_weight_gradients(weight, lambda: y, flow.deferred)
         of_hidden, of_norm = flow.kernels.norm_backward(
-            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, _matrix(gradients[-1])
+            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, matrix(gradients[-1])
         )
         return of_hidden.view(gradients[-1].shape), of_norm.to(norm_weight.dtype), None, None, None
 
@@ -225,12 +213,12 @@ class _AfterAttention(torch.autograd.Function):
         """Attention's output [B, S, H·D] and hidden states [B, S, C] to hidden states [B, S, C]."""
         kernels = flow.kernels
         project, gate, up, down = weights
-        attention_output = _matrix(attended)
-        a_scale = kernels.tensor_scale(kernels.group_maxima(attention_output), E4M3)
-        a = kernels.quantize_tensor(attention_output, a_scale, E4M3, "rows")
+        attention_output = matrix(attended)
+        a = tensor_codes(attention_output, E4M3, "rows")
         branch = linear_forward(a, project, flow.dtype)
-        norm = kernels.norm_forward(_matrix(hidden), branch, norm_weight, epsilon)
+        norm = kernels.norm_forward(matrix(hidden), branch, norm_weight, epsilon)
         y, kept_y = _norm_output(kernels, norm, norm_weight)
+        a_scale = a.scale
         del a, branch
         gate_codes, up_codes, maxima = kernels.gated_forward(
             linear_forward(y, gate, flow.dtype), linear_forward(y, up, flow.dtype)
@@ -254,18 +242,18 @@ class _AfterAttention(torch.autograd.Function):
         y, p = TensorCodes(*rest[4:7]), TensorCodes(*rest[7:10])
         flow, kernels = ctx.flow, ctx.flow.kernels
         project, gate, up, down = ctx.weights
-        gradient = _matrix(gradients[0])
+        gradient = matrix(gradients[0])
 
         of_output = flow.output_gradient(gradient, down)
         of_product = of_output.of_input(down, flow.dtype)
-        flow.add_weight_gradients(of_output, down, lambda: p)
+        of_output.add_weight_gradients(down, lambda: p, flow.deferred)
         del of_output
         of_normalised = []
         halves = _gated_gradients(flow, of_product, of_gate_and_up, (gate, up))
         for weight in (gate, up):
             of_output = next(halves)
             of_normalised.append(of_output.of_input(weight, flow.dtype))
-            flow.add_weight_gradients(of_output, weight, lambda: y)
+            of_output.add_weight_gradients(weight, lambda: y, flow.deferred)
             del of_output  # before the next is made
         del of_product, halves
         of_hidden, of_norm = kernels.norm_backward(
@@ -275,19 +263,12 @@ class _AfterAttention(torch.autograd.Function):
         of_attended = of_output.of_input(project, flow.dtype)
 
         def a() -> TensorCodes:
-            layouts: Layouts = "columns" if layouts_for(attended) == "both" else "rows"
-            codes: TensorCodes = kernels.quantize_tensor(attended, a_scale, E4M3, layouts)
-            return codes
+            return tensor_codes(attended, E4M3, weight_gradient_layout(attended), a_scale)
 
-        flow.add_weight_gradients(of_output, project, a)
+        of_output.add_weight_gradients(project, a, flow.deferred)
         shape = gradients[0].shape
         of_inputs = of_attended.view(*shape[:-1], -1), of_hidden.view(shape), of_norm.to(norm_weight.dtype)
         return *of_inputs, None, None, None
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """[B, S, C] as contiguous [T, C]."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _norm_output(kernels: ModuleType, norm: NormForward, weight: torch.Tensor) -> tuple[TensorCodes, TensorCodes]:
@@ -297,7 +278,7 @@ def _norm_output(kernels: ModuleType, norm: NormForward, weight: torch.Tensor) -
 
 def _kept(x: TensorCodes) -> tuple[TensorCodes, TensorCodes]:
     """Codes for a forward, and those that its backward needs."""
-    return x, x if x.column_codes is None else TensorCodes(None, x.column_codes, x.scale)
+    return x, x.for_weight_gradient()
 
 
 def _gated_gradients(

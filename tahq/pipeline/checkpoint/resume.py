@@ -234,6 +234,7 @@ _IS_CONSTANT = (
     lambda old, new: _get(old, "training.lr_schedule") == _get(new, "training.lr_schedule") == "constant",
     "the rate is constant",
 )
+_IS_NOT_FP8 = _outside("training.precision", "fp8", reason="only fp8 uses it")
 _IS_NOT_COAT = _outside("memory.activations", "coat", reason="only coat uses it")
 _IS_NOT_AGOQ = _outside("memory.activations", "agoq", reason="only agoq uses it")
 _IS_LOSSLESS = (
@@ -298,6 +299,7 @@ RULES: Mapping[str, KeyRule] = {
     "training.eval_every": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.eval_batches": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
+    "training.fp8": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_FP8),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.replicas": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "pipeline.replicas_wait": KeyRule(Verdict.EXACT, "it matters only where a worker is lost"),
