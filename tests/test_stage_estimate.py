@@ -112,14 +112,14 @@ def test_chunks_take_turns_at_their_workspace():
 @pytest.mark.parametrize(
     ("sections", "chunks"),
     [
-        ({"data": {"seq_len": 512}}, 1),
-        ({"data": {"seq_len": 2048}}, 4),
-        ({"data": {"seq_len": 2048}, "memory": {"loss_chunks": 2}}, 2),
-        ({"data": {"seq_len": 2048}, "training": {"optimizer": "galore"}}, 1),
+        ({"data": {"seq_len": 2048}}, 1),
+        ({"data": {"seq_len": 8192}}, 4),
+        ({"data": {"seq_len": 8192}, "memory": {"loss_chunks": 2}}, 2),
+        ({"data": {"seq_len": 8192}, "training": {"optimizer": "galore"}}, 1),
     ],
 )
 def test_loss_is_divided_where_its_logits_are_large_and_a_run_keeps_that(sections, chunks):
-    """2·512·2¹⁷ logits of fp32 are 512 MiB."""
+    """2·2048·2¹⁷ logits of fp32 are 2 GiB."""
     config = configured(model={"vocab_size": 2**17}, **sections)
     spec = resolved_spec(config, None)
     assert with_memory_choices(config, spec).memory.loss_chunks == chunks

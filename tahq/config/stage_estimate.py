@@ -18,8 +18,8 @@ from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.quant import get_codec
 
-MOST_LOGITS_NBYTES = 512 * 2**20
-"""Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open."""
+MOST_LOGITS_NBYTES = 2**31
+"""Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open; on CUDA they are in bf16, half as large."""
 
 
 def computes_in_bf16(config: ClusterConfig, device: str) -> bool:

@@ -74,7 +74,7 @@ class MemoryConfig(Section):
     planner finds that only fp8 fits. A run's config.yaml says what was chosen."""
     loss_chunks: int | None = Field(default=None, ge=1)
     """Parts of a micro-batch's tokens whose logits are computed one after the other, with their loss and gradients
-    (LLMQ). None: as many as keep logits below 512 MiB; 1 with low-rank weights. A run's config.yaml has the number."""
+    (LLMQ). None: as many as keep logits below 2 GiB in fp32; 1 with low-rank weights. A run's config.yaml has the number."""
     attention_chunks: int = Field(default=1, ge=1)
     """Calls of attention's kernel for a micro-batch, each for some of its samples and heads, forward and backward, so
     that the kernel's workspace is smaller (LLMQ)."""
