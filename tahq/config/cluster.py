@@ -254,6 +254,16 @@ class ClusterConfig(Section):
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "
                 "computed in chunks; leave it out or set it to 1"
             )
+        if self.memory.gradients == "bf16" and self.training.is_low_rank:
+            raise ValueError(
+                f"memory.gradients: bf16 is for gradients of whole matrices; training.optimizer {optimizer} sums "
+                "projected ones in fp32: use fp32 or fp8"
+            )
+        if self.memory.residual == "bf16" and self.training.precision == "fp32":
+            raise ValueError(
+                "memory.residual: bf16 needs products in bf16, training.precision is fp32; use precision bf16, or "
+                "residual fp32"
+            )
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):

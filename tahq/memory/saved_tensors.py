@@ -4,9 +4,10 @@ The counts follow from which tensors the operations of transformers' layers save
 with what autograd saves.
 
 Letters: T = B·S tokens of a micro-batch, C hidden channels, H query heads, K key and value heads, D channels per head,
-I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 under bf16 autocast. The residual stream,
-norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
-all micro-batches share: see `copied_by_block` and `copied_by_head`.
+I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 under bf16 autocast, r = 4 bytes per
+element of the residual stream, 2 where that is bf16. Norms' statistics and softmax stay in fp32. Parameters are not
+counted, nor copies of matrices in the type of products, which all micro-batches share: see `copied_by_block` and
+`copied_by_head`.
 
 With `memory.recompute` blocks keep less (`memory/recompute.py`). With `memory.activations: coat` they keep FP8 codes
 and their scales (`coat/fp8_flow.py`), and no copies; with `agoq` codes of some layers' inputs
@@ -55,6 +56,8 @@ class MicroBatchShape:
     copies_weights: bool = True
     copies_head: bool = True
     loss_chunks: int = 1  # `memory.loss_chunks`
+    weight_nbytes: int = 4  # Bytes per element of a matrix
+    residual_nbytes: int = 4  # r
 
     @property
     def num_tokens(self) -> int:
@@ -116,14 +119,15 @@ def _stored(shape: MicroBatchShape, channels: int, element_nbytes: int) -> int:
 
 
 def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes of bf16 copies of a block's matrices."""
-    has_copies = shape.bf16 and shape.copies_weights and not shape.coat
-    return _BF16 * spec.layout.block_weights(spec.hf_config) if has_copies else 0
+    """Bytes of a block's matrices in the type of products, where that is another."""
+    has_copies = shape.element_nbytes != shape.weight_nbytes and shape.copies_weights and not shape.coat
+    return shape.element_nbytes * spec.layout.block_weights(spec.hf_config) if has_copies else 0
 
 
 def copied_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes of the head's bf16 copy, 2·V·C."""
-    return _BF16 * spec.hidden_size * spec.vocab_size if shape.bf16 and shape.copies_head else 0
+    """The same for the head, a·V·C."""
+    has_copy = shape.element_nbytes != shape.weight_nbytes and shape.copies_head
+    return shape.element_nbytes * spec.hidden_size * spec.vocab_size if has_copy else 0
 
 
 def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -11,6 +11,7 @@ A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transfor
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,17 +31,25 @@ Shape = tuple[int, ...]
 
 
 def build_optimizer(
-    config: TrainingConfig, params: Mapping[str, Parameter], decayed: Callable[[str, Parameter], bool]
+    config: TrainingConfig,
+    params: Mapping[str, Parameter],
+    decayed: Callable[[str, Parameter], bool],
+    seed: int = 0,
+    drawn_as: Mapping[str, str] = MappingProxyType({}),
 ) -> Optimizer:
     """The optimizer of `training:` over a stage's parameters by canonical name.
 
-    It has up to two groups: `decayed` says which parameters have weight decay (not norms and biases).
+    It has up to two groups: `decayed` says which parameters have weight decay (not norms and biases). The draws of
+    stochastic rounding depend on `seed`, the run's, and on the name, or on what `drawn_as` has for it.
     """
     groups: dict[bool, list[Parameter]] = {True: [], False: []}
     for name, parameter in params.items():
         groups[decayed(name, parameter)].append(parameter)
+    draws = {parameter: (seed, "adamw rounding", drawn_as.get(name, name)) for name, parameter in params.items()}
     decay = {True: config.weight_decay, False: 0.0}
-    filled = [{"params": members, "weight_decay": decay[key]} for key, members in groups.items() if members]
+    filled = [
+        {"params": members, "weight_decay": decay[key], "draws": draws} for key, members in groups.items() if members
+    ]
     return OPTIMIZERS[config.optimizer].build(filled, config)
 
 
@@ -119,7 +128,10 @@ def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
 
 
 def _adamw_bf16(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return BlockwiseAdamW(groups, partial(_ADAMW_BF16.states, config), **_adam_keys(config))
+    is_stochastic = config.adamw_bf16.rounding == "stochastic"
+    return BlockwiseAdamW(
+        groups, partial(_ADAMW_BF16.states, config), is_stochastic=is_stochastic, **_adam_keys(config)
+    )
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:

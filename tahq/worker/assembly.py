@@ -77,9 +77,18 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
 
 
 def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
-    """Whether a stage on this device computes under bf16 autocast (`training.precision`)."""
+    """Whether a stage on this device computes under bf16 autocast (`training.precision`).
+
+    ConfigError: it does not, but the residual stream should be bf16.
+    """
     precision = config.training.precision
-    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    is_bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    if config.memory.residual == "bf16" and not is_bf16:
+        raise ConfigError(
+            f"memory.residual: bf16 needs products in bf16, and training.precision: auto is fp32 on {device}; set "
+            "training.precision: bf16, or memory.residual: fp32"
+        )
+    return is_bf16
 
 
 def snapshots_folder(config: ClusterConfig) -> Path:
@@ -130,8 +139,15 @@ def _slice(
     filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
-    build = build_slice if settings is None else partial(build_low_rank_slice, settings=settings)
+    build = partial(build_slice, matrices=matrix_dtype(config))
+    if settings is not None:
+        build = partial(build_low_rank_slice, settings=settings)
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
+
+
+def matrix_dtype(config: ClusterConfig) -> torch.dtype:
+    """The type of weights with two dimensions."""
+    return torch.bfloat16 if config.training.has_bf16_weights else torch.float32
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
@@ -143,6 +159,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         ModelError: `memory.activations` has no code for the model's blocks.
     """
     recompute(module, config.memory.recompute_of(stage))
+    module.residual = torch.bfloat16 if config.memory.residual == "bf16" else torch.float32
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
@@ -262,7 +279,7 @@ class Assembly:
                 training=config.training,
                 pipeline=config.pipeline,
                 wire=config.wire,
-                stores_gradients=config.memory.gradients == "fp8",
+                gradients=config.memory.gradients,
                 tie=config.model.tie == "sync",
                 sum_codecs=config.sum_codecs,
             ),

@@ -1,7 +1,7 @@
 """The planner's problem, from a cluster.yaml, numbers of hosts and the options of `tahq plan`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -10,7 +10,7 @@ from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
-from tahq.memory.estimate import StepNumbers, stage_memory
+from tahq.memory.estimate import StepNumbers, fp32_gradient, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
     copied_by_block,
@@ -120,9 +120,9 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bo
     else:
         middle = BlockRange(1, 2, layers)
         block, weights = _state_nbytes(config, spec, middle), _weights_nbytes(spec, middle)
-        gradient = _largest_gradient(config, spec, middle)
+        gradient = _fp32_gradient(config, spec, middle)
         first_end, last_end = (
-            _state_nbytes(config, spec, end) - block + _largest_gradient(config, spec, end) - gradient
+            _state_nbytes(config, spec, end) - block + _fp32_gradient(config, spec, end) - gradient
             for end in (first, last)
         )
         ends = first_end, last_end
@@ -146,16 +146,18 @@ def _computes_bf16(config: ClusterConfig) -> bool:
 def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
     bf16 = _computes_bf16(config)
-    keeps_copies = config.memory.recompute_of() != "block" and bf16
+    shape = micro_batch_shape(config, spec, 1, bf16=bf16)
+    if shape.recompute == "block":  # each micro-batch makes its own copies, see `_held`
+        shape = replace(shape, copies_weights=False, copies_head=False)
     numbers = StepNumbers(
-        shape=micro_batch_shape(config, spec, 1, bf16=keeps_copies),
+        shape=shape,
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         frame_nbytes=0,
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
-        stores_gradients=config.memory.gradients == "fp8",
+        gradients=config.memory.gradients,
     )
     memory = stage_memory(spec, blocks, numbers)
     return float(memory.weights + memory.gradients + memory.optimizer)
@@ -187,7 +189,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     heads = copied_by_head(spec, shape) if copies and not splits_backward else 0
     head_kept = saved_by_head(spec, shape)
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
-    gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
+    gradient = _fp32_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
     return HeldBytes(
         block=saved,
@@ -202,10 +204,9 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     )
 
 
-def _largest_gradient(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> int:
-    """Bytes of the largest gradient in fp32, where the others are kept in 8 bits; else 0."""
-    shapes = slice_parameters(spec, blocks).values() if config.memory.gradients == "fp8" else ()
-    return _FP32 * max(map(math.prod, shapes), default=0)
+def _fp32_gradient(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> int:
+    numels = {name: shape.numel() for name, shape in slice_parameters(spec, blocks).items()}
+    return fp32_gradient(spec, numels, config.memory.gradients)
 
 
 def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | None:

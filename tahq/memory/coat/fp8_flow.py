@@ -46,7 +46,7 @@ from tahq.memory.coat.fp8_codes import (
     linear_forward,
 )
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
-from tahq.models.deferred_gradients import DeferredGradients, accumulate, product_dtype
+from tahq.models.deferred_gradients import DeferredGradients, accumulate, gradient_dtype, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.slice import ModelSlice
 
@@ -164,7 +164,8 @@ class _Flow:
 
         def add() -> None:
             if weight.linear.weight.requires_grad:
-                accumulate(weight.linear.weight, gradient.of_weight(x(), weight.linear.weight.dtype))
+                matrix = weight.linear.weight
+                accumulate(matrix, gradient.of_weight(x(), gradient_dtype(matrix)))
             if gradient.of_bias is not None and weight.linear.bias.requires_grad:
                 accumulate(weight.linear.bias, gradient.of_bias)
 
