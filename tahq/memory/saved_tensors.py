@@ -81,15 +81,19 @@ def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) 
 def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Bytes that one block keeps of a micro-batch.
 
-    GPT-2: 8·T·C + 16·T for the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) for the matrices and the tanh
+    GPT-2: 2·r·T·C + 16·T for the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) for the matrices and the tanh
     GELU (norm outputs, Q, K, V, attention output; five in the MLP, two where the GELU is one operation,
-    `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
+    `gelu_pytorch_tanh`). Llama and similar: (8 + 2·r)·T·C + 8·T for the two RMSNorms (input in fp32, normalised input
+    in the stream's type; rstd), their
     outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
     + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. With
     COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; the layers in `stored_layers` keep
-    their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, 4·T·C.
+    their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, r·T·C.
+
+    Beside a residual stream in bf16 CUDA's autocast also makes fp32 copies of LayerNorms' inputs, 2·T·C more for each,
+    which are not counted.
     """
-    stream = _FP32 * shape.num_tokens * spec.hidden_size
+    stream = shape.residual_nbytes * shape.num_tokens * spec.hidden_size
     if shape.recompute == "block":
         return stream
     if shape.coat:
@@ -141,12 +145,11 @@ def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:
 def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes that final norm, head and loss keep.
 
-    The norm's input (RMSNorm: and normalised input) and statistics; its output, a·T·C; log-probabilities in fp32,
-    4·T·V, their labels, 8·T, and their number, 4. In chunks: the gradient of the norm's output instead, 4·T·C.
+    The norm's input (RMSNorm: and normalised input) and statistics, as in a block; its output, a·T·C; log-probabilities
+    in fp32, 4·T·V, their labels, 8·T, and their number, 4. In chunks: the gradient of the norm's output instead, 4·T·C.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
-    is_layer_norm = spec.layout.rotary is None
-    norm = _FP32 * tokens * ((hidden + 2) if is_layer_norm else (2 * hidden + 1))
+    norm = _norm_input(spec, shape)
     if shape.loss_chunks > 1:
         return norm + _FP32 * tokens * hidden
     loss = tokens * (_FP32 * spec.vocab_size + 8) + _FP32
@@ -178,18 +181,22 @@ def _mlp_part(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 def _norm(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
     """A norm's input and statistics, in RMSNorm also the normalised input, and its output."""
-    tokens, output = shape.num_tokens, _norm_output(spec, shape, num_products)
-    if "norms" in shape.stored_layers:
-        return output
-    channels = spec.hidden_size + 2 if spec.layout.rotary is None else 2 * spec.hidden_size + 1
-    return _FP32 * tokens * channels + output
+    output = _norm_output(spec, shape, num_products)
+    return output if "norms" in shape.stored_layers else _norm_input(spec, shape) + output
+
+
+def _norm_input(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    stream, hidden = shape.residual_nbytes, spec.hidden_size
+    if spec.layout.rotary is None:
+        return shape.num_tokens * (stream * hidden + 2 * _FP32)
+    return shape.num_tokens * ((_FP32 + stream) * hidden + _FP32)
 
 
 def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
     """A norm's output, of which in Llama's layers each product makes its bf16 copy; or what recomputes it."""
     elements = shape.num_tokens * spec.hidden_size
     if "norms" in shape.stored_layers:
-        return _stored(shape, spec.hidden_size, _FP32)
+        return _stored(shape, spec.hidden_size, shape.residual_nbytes)
     if spec.layout.rotary is None:
         return shape.element_nbytes * elements
     return elements * (num_products * _BF16 if shape.bf16 else _FP32)
