@@ -84,7 +84,8 @@ class ModelSlice(nn.Module):
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
     contexts while parts are computed again.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
-    `residual`: type of the residual stream, from the embedding or the received activation on.
+    `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
+    stream; None: it stays as it is, fp32 in a run.
     `matrices`: type of weights with two dimensions, whose gradients are fp32 in any case; all others are fp32.
     """
 
@@ -103,7 +104,7 @@ class ModelSlice(nn.Module):
         self.checkpoint_blocks = False
         self.owns_products = False
         self.loss_chunks = 1
-        self.residual = torch.float32
+        self.residual: torch.dtype | None = None
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
         self._rotary: nn.Module | None = None
@@ -114,12 +115,13 @@ class ModelSlice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`."""
-        hidden = (self._embed(x) if self.parts.embedding else x).to(self.residual)
+        hidden = self.as_stream(self._embed(x) if self.parts.embedding else x)
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
         shared: dict[str, Any] = {}
         if self._rotary is not None and windows:
-            like = hidden.new_empty(0, dtype=torch.float32)  # tables are fp32 beside any residual stream
+            # tables stay fp32 beside a converted stream
+            like = hidden if self.residual is None else hidden.new_empty(0, dtype=torch.float32)
             shared["position_embeddings"] = self._rotary(like, _position_ids(hidden))
         for window, block in zip(windows, self._part(self.spec.layout.blocks).children(), strict=True):
             hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
@@ -128,6 +130,10 @@ class ModelSlice(nn.Module):
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
                 hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
         return hidden
+
+    def as_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states in the type of the residual stream."""
+        return x if self.residual is None else x.to(self.residual)
 
     def loss(self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of an output of the last slice, summed over labelled tokens.
@@ -189,12 +195,21 @@ class ModelSlice(nn.Module):
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         layout = self.spec.layout
-        hidden = _rows(self._part(layout.embedding), tokens)
+        hidden = self._rows(layout.embedding, tokens)
         if layout.positions is not None:
-            hidden = hidden + _rows(self._part(layout.positions), _position_ids(hidden))
+            hidden = hidden + self._rows(layout.positions, _position_ids(hidden))
         if layout.embedding_dropout is not None:
             hidden = self._part("drop")(hidden)
         return hidden
+
+    def _rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of an embedding, in fp32 where its matrix has fewer bits."""
+        embedding: Any = self._part(name)
+        if self.matrices == torch.float32:
+            rows: torch.Tensor = embedding(indices)
+        else:
+            rows = _WideRows.apply(indices, embedding.weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
+        return rows
 
     def _products(
         self, x: torch.Tensor, deferred: DeferredGradients | None, copies: WeightCopies | None
@@ -220,16 +235,6 @@ class ModelSlice(nn.Module):
 def sharing_copies_of(slices: Iterable[ModelSlice]) -> AbstractContextManager[None]:
     """`sharing_weight_copies`, unless blocks are recomputed: that drops the copies and is meant to save memory."""
     return nullcontext() if any(each.checkpoint_blocks for each in slices) else sharing_weight_copies()
-
-
-def _rows(embedding: nn.Module, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of an embedding in fp32."""
-    weight: torch.Tensor | None = getattr(embedding, "weight", None)
-    if weight is None or weight.dtype == torch.float32:
-        rows: torch.Tensor = embedding(indices)
-    else:
-        rows = _WideRows.apply(indices, weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
-    return rows
 
 
 class _WideRows(torch.autograd.Function):

@@ -246,7 +246,7 @@ class StageEngine:
             tokens, _ = _given(step.batch).micro_batch(number)
             x = tokens.to(self.device, non_blocking=True)
         else:
-            x = self._take(step).to(chunk.module.residual).requires_grad_()
+            x = chunk.module.as_stream(self._take(step)).requires_grad_()
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return

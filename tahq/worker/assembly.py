@@ -159,7 +159,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         ModelError: `memory.activations` has no code for the model's blocks.
     """
     recompute(module, config.memory.recompute_of(stage))
-    module.residual = torch.bfloat16 if config.memory.residual == "bf16" else torch.float32
+    module.residual = torch.bfloat16 if config.memory.residual == "bf16" else None
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
