@@ -140,7 +140,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         ),
         (
             ["memory.gradients=bf16", "training.optimizer=qgalore"],
-            "memory.gradients: bf16 is for gradients of whole matrices; training.optimizer qgalore sums projected ones",
+            "memory.gradients: bf16 is for the optimizers adamw, adamw8bit, adamw_bf16; training.optimizer qgalore",
         ),
         (
             ["memory.residual=bf16", "training.precision=fp32"],

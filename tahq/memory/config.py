@@ -10,6 +10,8 @@ from tahq.units import Section
 _OLD_RECOMPUTE = "activation_checkpointing"
 COAT_FAMILIES = ("llama", "qwen2", "mistral")
 """Families with Llama's block: two RMSNorms, a gated SiLU, nothing between projections and rotary embedding."""
+READ_BF16_GRADIENTS = ("adamw", "adamw8bit", "adamw_bf16")
+"""Optimizers that take gradients in bf16."""
 MIN_ELEMENTS = 4096
 Gradients = Literal["auto", "fp32", "bf16", "fp8"]
 """`memory.gradients`; `auto` counts as fp32 where nothing was chosen."""
@@ -73,7 +75,8 @@ class MemoryConfig(Section):
     for all models."""
     gradients: Gradients = "auto"
     """What gradients are kept as between micro-batches; `fp8`: in blocks of 128 (AGoQ); `bf16`: those of matrices
-    (LLMQ). `auto`: fp32, unless the planner finds that only fp8 fits. A run's config.yaml says what was chosen."""
+    (LLMQ), for three optimizers. `auto`: fp32, unless the planner finds that only fp8 fits. A run's config.yaml says
+    what was chosen."""
     residual: Literal["fp32", "bf16"] = "fp32"
     """Type of the residual stream within a stage; `bf16` (LLMQ) needs products in bf16, and changes nothing on the
     wire."""

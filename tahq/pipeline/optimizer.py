@@ -24,6 +24,7 @@ from tahq.memory.adam.loop import StateSpec, StateSpecs, has_ptx, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.subspace import LazyRule
+from tahq.models.deferred_gradients import gradient_dtype
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
@@ -117,7 +118,8 @@ def _adam_keys(config: TrainingConfig) -> dict[str, Any]:
 
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
+    has_bf16 = any(gradient_dtype(parameter) != torch.float32 for parameter in parameters)  # not for torch's
+    if has_bf16 or (all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda")):
         return BlockwiseAdamW(groups, partial(_ADAMW.states, config), **_adam_keys(config))
     return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
 

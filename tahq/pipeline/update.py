@@ -122,6 +122,8 @@ class StageUpdate:
         self._num_searched = self._num_due = 0
         self._squares: list[torch.Tensor] = []
         """‖g‖² of the weights that have taken their step within the backward."""
+        if gradients == "bf16":
+            set_gradient_dtype((p for p in self._parameters.values() if p.ndim >= 2), torch.bfloat16)
         # both copies of a tied matrix are rounded alike
         drawn_as = {name: HEAD_WEIGHT for name, p in self._parameters.items() if tied is not None and tied.holds(p)}
         self.optimizer = build_optimizer(config, self._parameters, decayed, seed, drawn_as)
@@ -135,8 +137,6 @@ class StageUpdate:
         elif gradients == "fp8":
             for holder in self._gradient_holders():
                 store_gradient(holder)
-        elif gradients == "bf16":
-            set_gradient_dtype((p for p in self._parameters.values() if p.ndim >= 2), torch.bfloat16)
 
     def begin(self, step: int) -> None:
         """Gradients from now on belong to this step."""

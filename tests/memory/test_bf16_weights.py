@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from support.small_slices import MICRO_BATCH, SEQ_LEN, VOCAB, make_spec
+from support.small_slices import MICRO_BATCH, MIDDLE, SEQ_LEN, VOCAB, gradients, make_spec
 
 from tahq.memory.agoq.stored_inputs import store_inputs
-from tahq.memory.config import AgoqConfig
+from tahq.memory.config import READ_BF16_GRADIENTS, AgoqConfig
 from tahq.memory.recompute import recompute
 from tahq.models.deferred_gradients import DeferredGradients, set_gradient_dtype, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.update import StageUpdate
 
 BF16 = torch.bfloat16
 TOKENS = torch.arange(MICRO_BATCH * SEQ_LEN).view(MICRO_BATCH, SEQ_LEN) % VOCAB
@@ -18,12 +20,12 @@ every_family = pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwe
 every_precision = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 
 
-def make(family: str, matrices: torch.dtype) -> ModelSlice:
-    """A whole model whose matrices have bf16 values."""
-    spec = make_spec(family, dropout=0.1)
-    module = build_slice(
-        spec, BlockRange(0, 3, 3), seed=0, device="cpu", random=RandomContext(0), matrices=matrices
-    ).train()
+def make(
+    family: str, matrices: torch.dtype, blocks: BlockRange = BlockRange(0, 3, 3), device: str = "cpu"
+) -> ModelSlice:
+    """Blocks of a model whose matrices have bf16 values; by default all."""
+    spec, random = make_spec(family, dropout=0.1), RandomContext(0)
+    module = build_slice(spec, blocks, seed=0, device=device, random=random, matrices=matrices).train()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.to(BF16) if parameter.ndim >= 2 else parameter)
@@ -85,15 +87,15 @@ def test_bf16_matrices_compute_what_fp32_ones_of_the_same_values_do(family, bf16
 def test_bf16_gradients_are_rounded_sums_however_they_are_computed(family, matrices, bf16):
     """Of each micro-batch's gradient in bf16."""
 
-    def gradients(splits: bool, count: int = 3) -> dict[str, torch.Tensor]:
+    def summed(splits: bool, count: int = 3) -> dict[str, torch.Tensor]:
         module = make(family, matrices)
         set_gradient_dtype((p for p in module.parameters() if p.ndim >= 2), BF16)
         computed(module, bf16=bf16, splits=splits, micro_batches=count)
         return {name: p.grad for name, p in module.named_parameters() if p.ndim >= 2}
 
-    whole = gradients(splits=False)
+    whole = summed(splits=False)
     assert {gradient.dtype for gradient in whole.values()} == {BF16}
-    assert differing(whole, gradients(splits=True)) == []
+    assert differing(whole, summed(splits=True)) == []
     expected: dict[str, torch.Tensor] = {}
     reference = make(family, matrices)
     for index in range(3):
@@ -107,6 +109,41 @@ def test_bf16_gradients_are_rounded_sums_however_they_are_computed(family, matri
             past = expected.get(name)
             expected[name] = of_one if past is None else (of_one.float() + past.float()).to(BF16)
     assert differing(whole, expected) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept_as", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("residual", [None, BF16], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bits_are_equal_on_cuda(family, residual, kept_as):
+    """Without an embedding, whose gradient CUDA sums in no fixed order; the backward in one part and in two."""
+    results = []
+    for matrices in (torch.float32, BF16):
+        for deferred in (None, DeferredGradients()):
+            module = make(family, matrices, MIDDLE, "cuda")
+            module.residual = residual
+            set_gradient_dtype((p for p in module.parameters() if p.ndim >= 2), kept_as)
+            results.append(gradients(module, bf16=True, deferred=deferred))
+    assert [differing(results[0], each) for each in results[1:]] == [[], [], []]
+
+
+@pytest.mark.parametrize("optimizer", READ_BF16_GRADIENTS)
+def test_optimizers_take_bf16_gradients_as_their_values(optimizer):
+    config, results = TrainingConfig(optimizer=optimizer, clip_norm=None), []
+    for kept_as in ("bf16", "fp32"):
+        module = make("llama", torch.float32)
+        parameters = module.canonical_parameters()
+        update = StageUpdate(config, parameters, module.is_decayed, 4, gradients=kept_as, seed=3)
+        computed(module, bf16=True)
+        for parameter in parameters.values():
+            if parameter.ndim >= 2 and kept_as == "fp32":
+                parameter.grad.copy_(parameter.grad.to(BF16))
+        update.apply(0, 0.5)
+        results.append({name: tensor.clone() for name, tensor in update.tensors().items()})
+    if optimizer == "adamw":  # on a CPU fp32 gradients are for torch's, which orders some operations otherwise
+        torch.testing.assert_close(*results)
+    else:
+        assert differing(*results) == []
 
 
 @every_family
