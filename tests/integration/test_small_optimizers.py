@@ -67,3 +67,13 @@ def test_bf16_training_is_the_same_at_any_number_of_stages_and_resumed_to_the_bi
     plain = train(tmp_path / "plain", tiny(model=model, pipeline={"stages": 1}))
     assert one.losses == pytest.approx(plain.losses, rel=1e-3)
     assert one.losses[-1] < one.losses[0]
+
+
+@pytest.mark.acceptance
+def test_bf16_training_learns_as_fp32_does(tmp_path):
+    """Both under bf16 products, with β₂ = 0.999; the mean loss of the last 20 of 150 steps."""
+    training = {"steps": 150, "lr": 3e-3, "betas": [0.9, 0.999], "precision": "bf16", "eval_every": None}
+    memory, sections = {"residual": "bf16", "gradients": "bf16"}, {"training": training, "pipeline": {"stages": 1}}
+    bf16 = train(tmp_path / "bf16", in_bf16(memory, LLAMA, **sections))
+    fp32 = train(tmp_path / "fp32", tiny(model=LLAMA, **sections))
+    assert sum(bf16.losses[-20:]) / 20 == pytest.approx(sum(fp32.losses[-20:]) / 20, rel=0.02)

@@ -14,15 +14,13 @@ from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update import StageUpdate
 
-BF16 = torch.bfloat16
+BF16, WHOLE = torch.bfloat16, BlockRange(0, 3, 3)
 TOKENS = torch.arange(MICRO_BATCH * SEQ_LEN).view(MICRO_BATCH, SEQ_LEN) % VOCAB
 every_family = pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mistral"])
 every_precision = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 
 
-def make(
-    family: str, matrices: torch.dtype, blocks: BlockRange = BlockRange(0, 3, 3), device: str = "cpu"
-) -> ModelSlice:
+def make(family: str, matrices: torch.dtype, blocks: BlockRange = WHOLE, device: str = "cpu") -> ModelSlice:
     """Blocks of a model whose matrices have bf16 values; by default all."""
     spec, random = make_spec(family, dropout=0.1), RandomContext(0)
     module = build_slice(spec, blocks, seed=0, device=device, random=random, matrices=matrices).train()
