@@ -86,7 +86,7 @@ class ModelSlice(nn.Module):
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
     stream; None: it stays as it is, fp32 in a run.
-    `matrices`: type of weights with two dimensions, whose gradients are fp32 in any case; all others are fp32.
+    `matrices`: type of weights with two dimensions; all others, and all gradients at first, are fp32.
     """
 
     def __init__(
