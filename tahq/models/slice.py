@@ -115,7 +115,8 @@ class ModelSlice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`."""
-        hidden = self.as_stream(self._embed(x) if self.parts.embedding else x)
+        hidden = self._embed(x) if self.parts.embedding else x
+        hidden = hidden if self.residual is None else hidden.to(self.residual)
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
         shared: dict[str, Any] = {}
@@ -130,10 +131,6 @@ class ModelSlice(nn.Module):
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
                 hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
         return hidden
-
-    def as_stream(self, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states in the type of the residual stream."""
-        return x if self.residual is None else x.to(self.residual)
 
     def loss(self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of an output of the last slice, summed over labelled tokens.

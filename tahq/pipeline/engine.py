@@ -37,11 +37,15 @@ from tahq.pipeline.spans import Stopwatch
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of the model with the cuts on either side; None at the ends of the model."""
+    """One piece of the model with the cuts on either side, None at the ends of the model.
+
+    `residual`: type in which a received activation is kept.
+    """
 
     module: ModelSlice
     incoming: Boundary | None
     outgoing: Boundary | None
+    residual: torch.dtype = BOUNDARY_DTYPE
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
         """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations where they cross a cut.
@@ -246,7 +250,7 @@ class StageEngine:
             tokens, _ = _given(step.batch).micro_batch(number)
             x = tokens.to(self.device, non_blocking=True)
         else:
-            x = chunk.module.as_stream(self._take(step)).requires_grad_()
+            x = self._take(step).to(chunk.residual).requires_grad_()
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return

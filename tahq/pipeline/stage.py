@@ -267,7 +267,7 @@ class Stage:
         for cut, link in ends.items():
             self._boundaries.setdefault(link.link, self._boundary(link, cut))
         incoming, outgoing = (self._boundaries[ends[cut].link] if cut in ends else None for cut in (number - 1, number))
-        return Chunk(module, incoming, outgoing)
+        return Chunk(module, incoming, outgoing, module.residual or BOUNDARY_DTYPE)
 
     def _boundary(self, ends: LinkEnds, cut: int) -> Boundary:
         identity = CutIdentity(self.plan.run, self.plan.seed, cut, self.plan.replica)
