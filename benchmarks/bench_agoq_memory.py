@@ -63,8 +63,8 @@ class Layers:
             store_inputs(self._module, AgoqConfig(), 4)
         training = TrainingConfig(optimizer="adamw8bit" if "O" in parts else "adamw")
         parameters = self._module.canonical_parameters()
-        is_decayed, stores = self._module.is_decayed, "G" in parts
-        self._update = StageUpdate(training, parameters, is_decayed, 100, stores_gradients=stores)
+        is_decayed, gradients = self._module.is_decayed, "fp8" if "G" in parts else "fp32"
+        self._update = StageUpdate(training, parameters, is_decayed, 100, gradients=gradients)
         self._hidden, self._step = hidden, 0
 
     def take_step(self, length: int) -> Peak:

@@ -54,6 +54,7 @@ def entries(device: torch.device) -> Iterator[Entry]:
     yield Entry("torch AdamW, fused", _torchs(fused=True))
     for name in OWN:
         yield Entry(name, _by_name(name))
+    yield Entry("adamw_bf16 of bf16", _by_name("adamw_bf16"), BF16)
     for name, (package, module, cls) in OTHER_PACKAGES.items():
         if device.type == "cuda" and find_spec(package) is not None:
             yield Entry(name, _others(getattr(import_module(f"{package}.{module}"), cls)))

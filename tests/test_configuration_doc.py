@@ -9,7 +9,15 @@ from pydantic import BaseModel
 from tahq.comm.config import MachineConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.memory.config import AdamW8bitConfig, AgoqConfig, CoatConfig, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
+from tahq.memory.config import (
+    AdamW8bitConfig,
+    AdamWBf16Config,
+    AgoqConfig,
+    CoatConfig,
+    Fp8AdamWConfig,
+    Fp8Config,
+    QGaLoreConfig,
+)
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
@@ -24,6 +32,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "memory.agoq": AgoqConfig,
     "memory.coat": CoatConfig,
     "training.adamw8bit": AdamW8bitConfig,
+    "training.adamw_bf16": AdamWBf16Config,
     "training.qgalore": QGaLoreConfig,
     "wire.follow": FollowConfig,
     "wire.follow.guard": GuardConfig,

@@ -20,6 +20,7 @@ from tahq.models.export import copy_generation_config, export_folder
 from tahq.models.model_spec import CONFIG_FILE, ModelSpec, load_spec, untying_note
 from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
+from tahq.worker.assembly import matrix_dtype
 from tahq_launch.start.run_folder import RunFolder
 
 _TOKENIZER = "tokenizer"
@@ -66,7 +67,8 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
     spec, tokenizer = _source(RunFolder(run), config)
     with contextlib.closing(SnapshotReader(folder, manifest.sha256)) as reader:
         num_parameters = export_folder(
-            spec, lambda name: snapshot_weight(name, reader.tensor), out, tokenizer, max_shard_nbytes
+            *(spec, lambda name: snapshot_weight(name, reader.tensor), out, tokenizer, max_shard_nbytes),
+            matrices=matrix_dtype(config),
         )
     print(f"{out}: the model of {run} after step {manifest.step}, {num_parameters:,} parameters")
     if note := untying_note(config.model, spec):

@@ -15,7 +15,7 @@ from tahq.comm.topology import Grid
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
-from tahq.memory.config import COAT_FAMILIES, MemoryConfig, with_recompute
+from tahq.memory.config import COAT_FAMILIES, READ_BF16_GRADIENTS, MemoryConfig, with_recompute
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
@@ -261,6 +261,16 @@ class ClusterConfig(Section):
             )
         if self.training.precision == "fp8":
             self._check_fp8()
+        if self.memory.gradients == "bf16" and optimizer not in READ_BF16_GRADIENTS:
+            raise ValueError(
+                f"memory.gradients: bf16 is for the optimizers {', '.join(READ_BF16_GRADIENTS)}; training.optimizer "
+                f"{optimizer} reads gradients in fp32: use fp32 or fp8"
+            )
+        if self.memory.residual == "bf16" and self.training.precision == "fp32":
+            raise ValueError(
+                "memory.residual: bf16 needs products in bf16, training.precision is fp32; use precision bf16, or "
+                "residual fp32"
+            )
         if self.memory.activations != "coat":
             return
         if optimizer in ("qgalore", "galore"):

@@ -142,7 +142,7 @@ def _step_numbers(
         low_rank=low_rank_settings(training, config.run.seed),
         splits_backward=any(action.kind is ActionKind.I for action in row),
         is_fused=training.is_fused,
-        stores_gradients=config.memory.gradients == "fp8",
+        gradients=config.memory.gradients,
     )
 
 
@@ -180,6 +180,8 @@ def micro_batch_shape(
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
         has_z_loss=config.training.z_loss > 0,
+        weight_nbytes=2 if config.training.has_bf16_weights else 4,
+        residual_nbytes=2 if memory.residual == "bf16" else 4,
     )
 
 

@@ -10,7 +10,11 @@ from tahq.units import Section
 _OLD_RECOMPUTE = "activation_checkpointing"
 COAT_FAMILIES = ("llama", "qwen2", "mistral")
 """Families with Llama's block: two RMSNorms, a gated SiLU, nothing between projections and rotary embedding."""
+READ_BF16_GRADIENTS = ("adamw", "adamw8bit", "adamw_bf16")
+"""Optimizers that take gradients in bf16."""
 MIN_ELEMENTS = 4096
+Gradients = Literal["auto", "fp32", "bf16", "fp8"]
+"""`memory.gradients`; `auto` counts as fp32 where nothing was chosen."""
 Recompute = Literal["none", "swiglu", "norm", "ffn", "qkv", "att", "block"]
 """`memory.recompute`; each includes those before it."""
 EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
@@ -69,12 +73,17 @@ class MemoryConfig(Section):
     activations: Literal["none", "coat", "agoq"] = "none"
     """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
     for all models."""
-    gradients: Literal["auto", "fp32", "fp8"] = "auto"
-    """What gradients are kept as between micro-batches; `fp8`: in blocks of 128 (AGoQ). `auto`: fp32, unless the
-    planner finds that only fp8 fits. A run's config.yaml says what was chosen."""
+    gradients: Gradients = "auto"
+    """What gradients are kept as between micro-batches; `fp8`: in blocks of 128 (AGoQ); `bf16`: those of matrices
+    (LLMQ), for three optimizers. `auto`: fp32, unless the planner finds that only fp8 fits. A run's config.yaml says
+    what was chosen."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Type of the residual stream within a stage; `bf16` (LLMQ) needs products in bf16, and changes nothing on the
+    wire."""
     loss_chunks: int | None = Field(default=None, ge=1)
     """Parts of a micro-batch's tokens whose logits are computed one after the other, with their loss and gradients
-    (LLMQ). None: as many as keep logits below 2 GiB in fp32; 1 with low-rank weights. A run's config.yaml has the number."""
+    (LLMQ). None: as many as keep logits below 2 GiB in fp32; 1 with low-rank weights. A run's config.yaml has the
+    number."""
     attention_chunks: int = Field(default=1, ge=1)
     """Calls of attention's kernel for a micro-batch, each for some of its samples and heads, forward and backward, so
     that the kernel's workspace is smaller (LLMQ)."""
@@ -147,6 +156,15 @@ class AdamW8bitConfig(Section):
     """Elements that share a scale."""
     min_elements: int = Field(default=MIN_ELEMENTS, ge=0)
     """Parameters with fewer elements keep fp32 moments."""
+
+
+class AdamWBf16Config(Section):
+    """What `adamw_bf16` keeps in bf16, and how it is rounded (LLMQ §3.1)."""
+
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Of matrices; there is no other copy. Norms and biases stay fp32."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of moments, and of weights in bf16, after an update."""
 
 
 class QGaLoreConfig(Section):

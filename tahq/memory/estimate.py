@@ -5,10 +5,11 @@ fragmentation are not counted.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
 from tahq.memory.agoq.stored_gradients import stored_gradient_nbytes
+from tahq.memory.config import Gradients
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
@@ -25,6 +26,7 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT
 
 _FP32 = 4
+_BF16 = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class StepNumbers:
     `in_flight`: micro-batches whose activations are held at once (`Schedule.max_in_flight`).
     `optimizer_nbytes`: shapes of fp32 parameters -> bytes of their optimizer states.
     `frame_nbytes`: encoded bytes of one micro-batch on all the stage's cuts, both directions.
-    `low_rank`: format of the matrices of blocks, and possibly of the ends; None: fp32.
+    `low_rank`: format of the matrices of blocks, and possibly of the ends; None: ordinary weights.
+    `gradients`: `memory.gradients`.
     """
 
     shape: MicroBatchShape
@@ -46,7 +49,7 @@ class StepNumbers:
     splits_backward: bool = False  # Whether gradients of weights are computed separately from those of inputs
     put_off: int = 0  # Micro-batches in flight that only lack gradients of weights
     is_fused: bool = False  # Whether each weight is updated within the backward, and its gradient freed
-    stores_gradients: bool = False  # Whether they are kept in 8 bits
+    gradients: Gradients = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,42 +90,58 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
-    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, and their optimizer states; `low_rank_bytes` for
-      low-rank weights; of gradients only the largest where the update is fused, 1.03·N where they are stored in 8 bits;
-      counted as weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies are not shared:
-      those of one block, and one of the head per micro-batch in flight (one in all with split backwards);
+    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, or 2 per element of matrices in bf16, and their
+      optimizer states; `low_rank_bytes` for low-rank weights; of gradients only the largest where the update is fused,
+      1.03·N where they are stored in 8 bits; counted as weights, the FP8 codes and autocast's copies of matrices. With
+      checkpointing copies are not shared: those of one block, and one of the head per micro-batch in flight (one in all
+      with split backwards);
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
       more;
-    - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a received gradient (not the last) and
-      one to send (not the first), 4·T·C each; n encoded frames;
+    - boundary: outputs kept for their backward, n · r·T·C (not the last stage), with r bytes per element of the
+      residual stream; a received gradient (not the last) and one to send (not the first), 4·T·C each; n encoded frames;
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a
-      block and its gradient, and with the logits the head's; the largest gradient in fp32 where they are stored.
+      block and its gradient, and with the logits the head's; `fp32_gradient`.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
-    low_rank = [low_rank_bytes(each.shape, each.settings) for each in covered.values()]
-    weights = [_FP32 * math.prod(shape) for shape in ordinary.values()]
-    gradients = [0, *weights, *(each.gradient for each in low_rank)]
+    low_rank = {name: low_rank_bytes(each.shape, each.settings) for name, each in covered.items()}
+    numels = {name: math.prod(shape) for name, shape in ordinary.items()}
+    numels |= {name: each.gradient // _FP32 for name, each in low_rank.items()}
+    weights = [
+        (numbers.shape.weight_nbytes if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in ordinary.values()
+    ]
     saved = saved_by_slice(spec, blocks, numbers.shape)
     deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     copies = codes + _copies(spec, blocks, numbers)
     return StageMemory(
-        weights=sum(weights) + copies + sum(each.weight for each in low_rank),
-        gradients=_gradients(gradients, numbers),
-        optimizer=numbers.optimizer_nbytes(ordinary.values()) + sum(each.states for each in low_rank),
+        weights=sum(weights) + copies + sum(each.weight for each in low_rank.values()),
+        gradients=_gradients(ordinary.values(), [each.gradient for each in low_rank.values()], numbers),
+        optimizer=numbers.optimizer_nbytes(ordinary.values()) + sum(each.states for each in low_rank.values()),
         activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
-        workspace=_workspace(spec, blocks, numbers, covered) + (max(gradients) if numbers.stores_gradients else 0),
+        workspace=_workspace(spec, blocks, numbers, covered) + fp32_gradient(spec, numels, numbers.gradients),
         copies=copies,
     )
 
 
-def _gradients(each: Sequence[int], numbers: StepNumbers) -> int:
-    """What is kept of gradients that take so many bytes in fp32."""
+def fp32_gradient(spec: ModelSpec, numels: Mapping[str, int], gradients: Gradients) -> int:
+    """Bytes of the largest gradient that is there in fp32 before it is kept in fewer bits; `numels`: elements by name.
+
+    Of gradients kept in bf16 that is the embedding's; products compute the others in bf16.
+    """
+    if gradients == "fp8":
+        return _FP32 * max(numels.values())
+    return _FP32 * numels.get(spec.layout.embedding_weight, 0) if gradients == "bf16" else 0
+
+
+def _gradients(shapes: Collection[Sequence[int]], low_rank: Sequence[int], numbers: StepNumbers) -> int:
+    """What is kept of the gradients of weights of these shapes, and of low-rank ones of so many bytes in fp32."""
+    matrix = _BF16 if numbers.gradients == "bf16" else _FP32
+    each = [(matrix if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in shapes] + [*low_rank]
     if numbers.is_fused:
-        return max(each)
-    return sum(stored_gradient_nbytes(nbytes // _FP32) if numbers.stores_gradients else nbytes for nbytes in each)
+        return max(each, default=0)
+    return sum(stored_gradient_nbytes(nbytes // _FP32) if numbers.gradients == "fp8" else nbytes for nbytes in each)
 
 
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
@@ -134,15 +153,16 @@ def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
-    tensor = _FP32 * numbers.shape.num_tokens * spec.hidden_size
-    num_tensors = (0 if blocks.last else numbers.in_flight + 1) + (0 if blocks.first else 1)
-    return num_tensors * tensor + numbers.in_flight * numbers.frame_nbytes
+    elements = numbers.shape.num_tokens * spec.hidden_size
+    outputs = 0 if blocks.last else numbers.in_flight * numbers.shape.residual_nbytes * elements
+    gradients = (not blocks.last) + (not blocks.first)
+    return outputs + gradients * _FP32 * elements + numbers.in_flight * numbers.frame_nbytes
 
 
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
     every = range(blocks.start, blocks.stop)
     again = max((recomputed_by_block(spec, block, numbers.shape) for block in every), default=0)
-    adds_in_place = numbers.splits_backward or numbers.stores_gradients
+    adds_in_place = numbers.splits_backward or numbers.gradients == "fp8"
     logits = head_workspace(spec, numbers.shape, adds_in_place=adds_in_place) if blocks.last else 0
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)

@@ -4,9 +4,10 @@ The counts follow from which tensors the operations of transformers' layers save
 with what autograd saves.
 
 Letters: T = B·S tokens of a micro-batch, C hidden channels, H query heads, K key and value heads, D channels per head,
-I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 under bf16 autocast. The residual stream,
-norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
-all micro-batches share: see `copied_by_block` and `copied_by_head`.
+I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 under bf16 autocast, r = 4 bytes per
+element of the residual stream, 2 where that is bf16. Norms' statistics and softmax stay in fp32. Parameters are not
+counted, nor copies of matrices in the type of products, which all micro-batches share: see `copied_by_block` and
+`copied_by_head`.
 
 On CUDA norms and activations are kernels that keep their inputs and outputs (`fused`). With `memory.recompute` blocks
 keep less (`memory/recompute.py`). With `memory.activations: coat` they keep FP8 codes
@@ -58,6 +59,8 @@ class MicroBatchShape:
     copies_head: bool = True
     loss_chunks: int = 1  # `memory.loss_chunks`
     has_z_loss: bool = False  # `training.z_loss` above 0
+    weight_nbytes: int = 4  # Bytes per element of a matrix
+    residual_nbytes: int = 4  # r
 
     @property
     def num_tokens(self) -> int:
@@ -86,17 +89,21 @@ def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) 
 def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Bytes that one block keeps of a micro-batch.
 
-    GPT-2: 8·T·C + 16·T for the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) for the matrices and the tanh
+    GPT-2: 2·r·T·C + 16·T for the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) for the matrices and the tanh
     GELU (norm outputs, Q, K, V, attention output; five in the MLP, two where the GELU is one operation,
-    `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
-    outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
-    + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. `fused`:
-    8·T·C for the inputs of two norms, 2·a·T·C for their outputs, 2·a·T·I or 3·a·T·I for the MLP's activation. Under
-    `fp8` norms' outputs, and the input of the MLP's last product, are one byte per element, once each. With
+    `gelu_pytorch_tanh`). Llama and similar: (8 + 2·r)·T·C + 8·T for the two RMSNorms (input in fp32, normalised input
+    in the stream's type; rstd), their outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V,
+    gate, up: 10·T·C), and a·T·(2·H·D + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics,
+    see `_attention`. `fused`: 2·r·T·C for the inputs of two norms, 2·a·T·C for their outputs, 2·a·T·I or 3·a·T·I for
+    the MLP's activation. Under `fp8` norms' outputs, and the input of the MLP's last product, are one byte per element,
+    once each. With
     COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`; the layers in `stored_layers` keep
-    their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, 4·T·C.
+    their inputs, in AGoQ codes of them, and nothing else. A part that is computed again keeps its input, r·T·C.
+
+    Beside a residual stream in bf16 CUDA's autocast also makes fp32 copies of LayerNorms' inputs, 2·T·C more for each,
+    which are not counted.
     """
-    stream = _FP32 * shape.num_tokens * spec.hidden_size
+    stream = shape.residual_nbytes * shape.num_tokens * spec.hidden_size
     if shape.recompute == "block":
         return stream
     if shape.coat:
@@ -126,14 +133,15 @@ def _stored(shape: MicroBatchShape, channels: int, element_nbytes: int) -> int:
 
 
 def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes of bf16 copies of a block's matrices."""
-    has_copies = shape.bf16 and shape.copies_weights and not shape.coat and not shape.fp8
-    return _BF16 * spec.layout.block_weights(spec.hf_config) if has_copies else 0
+    """Bytes of a block's matrices in the type of products, where that is another."""
+    has_copies = shape.element_nbytes != shape.weight_nbytes and shape.copies_weights and not (shape.coat or shape.fp8)
+    return shape.element_nbytes * spec.layout.block_weights(spec.hf_config) if has_copies else 0
 
 
 def copied_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes of the head's bf16 copy, 2·V·C."""
-    return _BF16 * spec.hidden_size * spec.vocab_size if shape.bf16 and shape.copies_head else 0
+    """The same for the head, a·V·C."""
+    has_copy = shape.element_nbytes != shape.weight_nbytes and shape.copies_head
+    return shape.element_nbytes * spec.hidden_size * spec.vocab_size if has_copy else 0
 
 
 def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -147,14 +155,13 @@ def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:
 def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes that final norm, head and loss keep.
 
-    The norm's input (RMSNorm: and normalised input) and statistics; its output, a·T·C; log-probabilities in fp32,
-    4·T·V, their labels, 8·T, and their number, 4; with z-loss logits in fp32 too, and per token their log-sum, its
-    square's input and whether it is labelled. On CUDA: of these only the logits' gradient, a·T·V. In chunks: the
+    The norm's input (RMSNorm: and normalised input) and statistics, as in a block; its output, a·T·C; log-probabilities
+    in fp32, 4·T·V, their labels, 8·T, and their number, 4; with z-loss logits in fp32 too, and per token their log-sum,
+    its square's input and whether it is labelled. On CUDA: of these only the logits' gradient, a·T·V. In chunks: the
     gradient of the norm's output instead, 4·T·C.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
-    is_layer_norm = spec.layout.rotary is None
-    norm = _FP32 * tokens * ((hidden + 2) if is_layer_norm else (2 * hidden + 1))
+    norm = _norm_input(spec, shape, fused=False)
     if shape.loss_chunks > 1:
         return norm + _FP32 * tokens * hidden
     loss = _kept_logits(shape) * tokens * spec.vocab_size
@@ -208,18 +215,24 @@ def _mlp_part(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 def _norm(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
     """A norm's input and statistics, in RMSNorm also the normalised input, and its output."""
-    tokens, output = shape.num_tokens, _norm_output(spec, shape, num_products)
-    if "norms" in shape.stored_layers:
-        return output
-    channels = spec.hidden_size + 2 if spec.layout.rotary is None else 2 * spec.hidden_size + 1
-    return _FP32 * tokens * (spec.hidden_size if shape.fused else channels) + output
+    output = _norm_output(spec, shape, num_products)
+    return output if "norms" in shape.stored_layers else _norm_input(spec, shape, fused=shape.fused) + output
+
+
+def _norm_input(spec: ModelSpec, shape: MicroBatchShape, *, fused: bool) -> int:
+    stream, hidden = shape.residual_nbytes, spec.hidden_size
+    if fused:
+        return shape.num_tokens * stream * hidden
+    if spec.layout.rotary is None:
+        return shape.num_tokens * (stream * hidden + 2 * _FP32)
+    return shape.num_tokens * ((_FP32 + stream) * hidden + _FP32)
 
 
 def _norm_output(spec: ModelSpec, shape: MicroBatchShape, num_products: int) -> int:
     """A norm's output, of which in Llama's layers each product makes its bf16 copy; or codes; or what recomputes it."""
     elements = shape.num_tokens * spec.hidden_size
     if "norms" in shape.stored_layers:
-        return _stored(shape, spec.hidden_size, _FP32)
+        return _stored(shape, spec.hidden_size, shape.residual_nbytes)
     if shape.fp8:
         return _FP8 * elements
     if spec.layout.rotary is None or shape.fused:

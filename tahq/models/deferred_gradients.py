@@ -8,7 +8,7 @@ backward in two parts is bit-equal to a whole one. Gradients of norms and embedd
 Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here I, and W.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from tahq.errors import ModelError
 
 
 class DeferredGradients:
@@ -157,15 +159,14 @@ class _Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            if func is F.linear:
-                x, weight, bias = _linear_arguments(*args, **kwargs)
-                if isinstance(weight, nn.Parameter):
-                    return product(x, weight, bias, transposed=True, deferred=self._deferred)
-            elif func is torch.addmm and not kwargs:
-                bias, x, weight = args
-                if isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
-                    return product(x, weight, bias, transposed=False, deferred=self._deferred)
+        if func is F.linear:
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if isinstance(weight, nn.Parameter):
+                return product(x, weight, bias, transposed=True, deferred=self._deferred)
+        elif func is torch.addmm and not kwargs:
+            bias, x, weight = args
+            if isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
+                return product(x, weight, bias, transposed=False, deferred=self._deferred)
         return func(*args, **kwargs)
 
 
@@ -258,27 +259,49 @@ def after_gradient(holder: Any, call: Callable[[Any], None]) -> None:
         holder.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
+def gradient_dtype(parameter: Any) -> torch.dtype:
+    """The type in which a parameter's gradient is kept; its own, unless `set_gradient_dtype` was called."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return dtype
+
+
+def set_gradient_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """Keep gradients in this type: autograd converts each micro-batch's, and adds it in fp32, rounded to nearest.
+
+    ModelError: torch is older than 2.10, and its gradients have the type of their parameter.
+    """
+    for parameter in parameters:
+        if not hasattr(parameter, "grad_dtype"):
+            raise ModelError(
+                f"training.adamw_bf16.weights and memory.gradients: bf16 need torch 2.10 or newer, this is "
+                f"{torch.__version__}; update torch, or set both to fp32"
+            )
+        parameter.grad_dtype = dtype
+
+
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: bool = True) -> None:
     """Add to a parameter's gradient, and call its `on_gradient`, if it has that, as autograd does.
 
     `is_whole` False: more of the same gradient follows, so `on_gradient` is not called yet.
     """
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
-        parameter.grad.add_(gradient)  # of bf16 too: converted as it is read
+        # as autograd: a wider gradient is rounded first; a narrower one is converted as it is read
+        is_wider = gradient.itemsize > parameter.grad.itemsize
+        parameter.grad.add_(gradient.to(parameter.grad.dtype) if is_wider else gradient)
     if is_whole:
         _announce(parameter)
 
 
 def accumulate_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_whole: bool) -> None:
     """`accumulate` of left·right. On CUDA a gradient in fp32 takes it as it is computed, neither rounded nor stored."""
-    if not (left.is_cuda and parameter.dtype == torch.float32):
+    if not (left.is_cuda and gradient_dtype(parameter) == torch.float32):
         accumulate(parameter, left.mm(right), is_whole=is_whole)
         return
     total, share = parameter.grad, 1
     if total is None:
-        total, share = torch.empty_like(parameter), 0
+        total, share = torch.empty_like(parameter, dtype=torch.float32), 0
     torch.addmm(total, left, right, beta=share, out_dtype=total.dtype, out=total)
     parameter.grad = total
     if is_whole:

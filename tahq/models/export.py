@@ -49,6 +49,7 @@ def export_folder(
     out: Path,
     tokenizer: SavedTokenizer | None,
     max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
+    matrices: torch.dtype = torch.float32,
 ) -> int:
     """Write a folder, new or empty, that `AutoModelForCausalLM.from_pretrained` loads with the same logits.
 
@@ -61,6 +62,7 @@ def export_folder(
         read: canonical name -> parameter, fp32; called for one at a time.
         tokenizer: saved into the folder, if there is one.
         max_shard_nbytes: bytes of tensors per file, unless one tensor alone has more.
+        matrices: type of tensors with two dimensions, and config.json's; norms and biases are written in fp32.
 
     Returns:
         The number of trained parameters.
@@ -74,8 +76,8 @@ def export_folder(
     if spec.tie == "sync":
         del shapes[HEAD_WEIGHT]
     with _appearing_whole(out) as folder:
-        _write_shards(folder, shapes, read, max_shard_nbytes)
-        _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document)
+        _write_shards(folder, shapes, read, max_shard_nbytes, matrices)
+        _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document, matrices)
         if spec.folder is not None:
             copy_generation_config(spec.folder, folder)
         if tokenizer is not None:
@@ -83,43 +85,48 @@ def export_folder(
     return num_parameters
 
 
-def _write_config(spec: ModelSpec, folder: Path, eos: int | None) -> None:
+def _write_config(spec: ModelSpec, folder: Path, eos: int | None, dtype: torch.dtype) -> None:
     config = copy.deepcopy(spec.hf_config)
     config.tie_word_embeddings = spec.tie == "sync"
     config.architectures = [spec.layout.causal_lm]
-    config.dtype = "float32"
+    config.dtype = str(dtype).removeprefix("torch.")
     if config.eos_token_id is None:
         config.eos_token_id = eos
     config.save_pretrained(folder)
 
 
 def _write_shards(
-    folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[str], torch.Tensor], max_nbytes: int
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    read: Callable[[str], torch.Tensor],
+    max_nbytes: int,
+    matrices: torch.dtype,
 ) -> None:
+    dtypes = {name: matrices if len(shape) >= 2 else torch.float32 for name, shape in shapes.items()}
+    sizes = {name: dtypes[name].itemsize * shape.numel() for name, shape in shapes.items()}
     shards: list[list[str]] = []
     nbytes = 0
-    for name, shape in shapes.items():
-        nbytes += 4 * shape.numel()
+    for name, size in sizes.items():
+        nbytes += size
         if nbytes > max_nbytes or not shards:
             shards.append([])
-            nbytes = 4 * shape.numel()
+            nbytes = size
         shards[-1].append(name)
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE_FILE
-        tensors = {name: _checked(name, read(name), shapes[name]) for name in names}
+        tensors = {name: _checked(name, read(name), shapes[name], dtypes[name]) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(4 * shape.numel() for shape in shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _checked(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _checked(name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if tensor.shape != shape:
         raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, expected {list(shape)}")
-    return tensor.detach().cpu().float().contiguous()
+    return tensor.detach().to("cpu", dtype).contiguous()
 
 
 @contextmanager

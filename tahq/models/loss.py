@@ -161,9 +161,10 @@ def chunked_cross_entropy(
     if torch.is_grad_enabled():
         loss, summed = _ChunkedCrossEntropy.apply(hidden, weight, labels, num_chunks, divisor, z_loss)  # type: ignore[no-untyped-call]
         return loss, summed
-    summed = torch.zeros((), device=hidden.device)
+    dtype, summed = product_dtype(hidden), torch.zeros((), device=hidden.device)
+    matrix = cast_weight(weight, dtype, shared_copies())
     for rows, of_rows in _chunks(hidden, labels, num_chunks):
-        summed += cross_entropy(F.linear(rows, weight), of_rows)[1]
+        summed += cross_entropy(F.linear(rows.to(dtype), matrix), of_rows)[1]
     return summed / divisor, summed
 
 

@@ -26,13 +26,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tahq.errors import ModelError
 from tahq.models.deferred_gradients import (
     DeferredGradients,
+    WeightCopies,
     own_products,
+    product_dtype,
     recording,
+    set_gradient_dtype,
     shared_copies,
     sharing_weight_copies,
 )
@@ -82,11 +86,21 @@ class ModelSlice(nn.Module):
     `num_pieces`: equal parts that each sample is cut into; they do not see each other, and have positions of their own.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
+    `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
+    stream; None: it stays as it is, fp32 in a run.
+    `matrices`: type of weights with two dimensions; all others, and all gradients at first, are fp32.
     """
 
-    def __init__(self, spec: ModelSpec, blocks: BlockRange | Parts, random: RandomContext) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        blocks: BlockRange | Parts,
+        random: RandomContext,
+        matrices: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.matrices = matrices
         self.parts = Parts.of(blocks)
         self.random = random
         self.checkpoint_blocks = False
@@ -94,6 +108,7 @@ class ModelSlice(nn.Module):
         self.num_pieces = 1
         self.loss_chunks = 1
         self.z_loss = 0.0
+        self.residual: torch.dtype | None = None
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
         self._rotary: nn.Module | None = None
@@ -108,15 +123,18 @@ class ModelSlice(nn.Module):
         if self.num_pieces > 1:
             x = x.view(shape[0] * self.num_pieces, -1, *x.shape[2:])
         hidden = self._embed(x) if self.parts.embedding else x
+        hidden = hidden if self.residual is None else hidden.to(self.residual)
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
         shared: dict[str, Any] = {}
         if self._rotary is not None and windows:
-            shared["position_embeddings"] = self._rotary(hidden, _position_ids(hidden))
+            # tables stay fp32 beside a converted stream
+            like = hidden if self.residual is None else hidden.new_empty(0, dtype=torch.float32)
+            shared["position_embeddings"] = self._rotary(like, _position_ids(hidden))
         for window, block in zip(windows, self._part(self.spec.layout.blocks).children(), strict=True):
             hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
         if self.parts.head:
-            with self._products():
+            with self._products(hidden, self.deferred, shared_copies()):
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
                 hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
         return hidden if self.num_pieces == 1 else hidden.view(*shape, -1)
@@ -146,7 +164,10 @@ class ModelSlice(nn.Module):
 
     def materialise(self, device: torch.device) -> None:
         """Allocate every parameter on `device`, uninitialised, and compute the buffers."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(self.matrices if parameter.ndim >= 2 else torch.float32)
         self.to_empty(device=device)
+        set_gradient_dtype((each for each in self.parameters() if each.dtype != torch.float32), torch.float32)
         layout = self.spec.layout
         if layout.rotary is not None:
             with torch.device("cpu"):
@@ -177,25 +198,38 @@ class ModelSlice(nn.Module):
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         layout = self.spec.layout
-        hidden: torch.Tensor = self._part(layout.embedding)(tokens)
+        hidden = self._rows(layout.embedding, tokens)
         if layout.positions is not None:
-            hidden = hidden + self._part(layout.positions)(_position_ids(hidden))
+            hidden = hidden + self._rows(layout.positions, _position_ids(hidden))
         if layout.embedding_dropout is not None:
             hidden = self._part("drop")(hidden)
         return hidden
 
-    def _products(self) -> AbstractContextManager[object]:
-        return own_products(self.deferred, shared_copies()) if self.owns_products else recording(self.deferred)
+    def _rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of an embedding, in fp32 where its matrix has fewer bits."""
+        embedding: Any = self._part(name)
+        if self.matrices == torch.float32:
+            rows: torch.Tensor = embedding(indices)
+        else:
+            rows = _WideRows.apply(indices, embedding.weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _products(
+        self, x: torch.Tensor, deferred: DeferredGradients | None, copies: WeightCopies | None
+    ) -> AbstractContextManager[object]:
+        """A context for products with x, in which weights are cast where autocast does not."""
+        is_cast = self.matrices != torch.float32 and product_dtype(x) != self.matrices
+        return own_products(deferred, copies) if self.owns_products or is_cast else recording(deferred)
 
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        name, deferred, products = self.random.current, self.deferred, self._products()
+        name, deferred = self.random.current, self.deferred
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            return _computed(block, hidden, arguments, deferred, products)
+            return _computed(block, hidden, arguments, deferred, self._products(hidden, deferred, shared_copies()))
 
         def run_named(hidden: torch.Tensor) -> torch.Tensor:
             """Under the draw name of the first computation: other micro-batches ran in between."""
             with self.random.pinned(name):
-                return _computed(block, hidden, arguments, deferred, recording(deferred))
+                return _computed(block, hidden, arguments, deferred, self._products(hidden, deferred, None))
 
         output: torch.Tensor = checkpoint(run_named, hidden, use_reentrant=False, preserve_rng_state=False)
         return output
@@ -204,6 +238,22 @@ class ModelSlice(nn.Module):
 def sharing_copies_of(slices: Iterable[ModelSlice]) -> AbstractContextManager[None]:
     """`sharing_weight_copies`, unless blocks are recomputed: that drops the copies and is meant to save memory."""
     return nullcontext() if any(each.checkpoint_blocks for each in slices) else sharing_weight_copies()
+
+
+class _WideRows(torch.autograd.Function):
+    """A look-up in a table of fewer bits, whose gradient is summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: torch.Tensor, table: torch.Tensor, padding: int | None) -> torch.Tensor:
+        ctx.num_rows, ctx.padding = len(table), -1 if padding is None else padding
+        ctx.save_for_backward(indices)
+        return functional.embedding(indices, table).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        of_rows = torch.ops.aten.embedding_dense_backward
+        return None, of_rows(gradients[0], indices, ctx.num_rows, ctx.padding, False), None
 
 
 def _position_ids(hidden: torch.Tensor) -> torch.Tensor:
@@ -249,8 +299,9 @@ def build_slice(
     random: RandomContext,
     weights: bool = True,
     filled: Callable[[int], None] = lambda numel: None,
+    matrices: torch.dtype = torch.float32,
 ) -> ModelSlice:
-    """Build a stage's slice, or any parts of a model, in fp32 on `device`.
+    """Build a stage's slice, or any parts of a model, on `device`, in fp32, or matrices in `matrices`.
 
     Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
     `weights` False leaves them uninitialised, to be read from a checkpoint. `filled` is called with the number of
@@ -259,7 +310,7 @@ def build_slice(
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
     """
-    model = ModelSlice(spec, blocks, random)
+    model = ModelSlice(spec, blocks, random, matrices)
     model.materialise(torch.device(device))
     if weights:
         fill_weights(spec, model.canonical_parameters(), seed, filled)

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tahq.comm.topology import Grid
 from tahq.errors import ScheduleError
-from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
+from tahq.memory.config import AdamW8bitConfig, AdamWBf16Config, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
 from tahq.units import Duration, Section
@@ -61,6 +61,7 @@ class TrainingConfig(Section):
     `adamw_bf16` are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
     fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
+    adamw_bf16: AdamWBf16Config = AdamWBf16Config()
     qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -157,6 +158,11 @@ class TrainingConfig(Section):
     def is_low_rank(self) -> bool:
         """Whether the matrices of blocks are low-rank weights, as `qgalore` configures."""
         return self.optimizer in ("qgalore", "galore")
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether matrices are trained in bf16, without an fp32 copy."""
+        return self.optimizer == "adamw_bf16" and self.adamw_bf16.weights == "bf16"
 
     @property
     def has_small_states(self) -> bool:

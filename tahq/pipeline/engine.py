@@ -27,7 +27,7 @@ from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, sharing_copies_of
-from tahq.pipeline.boundary import Boundary
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
 from tahq.pipeline.gradient_sum import GradientSum
 from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
@@ -37,21 +37,24 @@ from tahq.pipeline.spans import Stopwatch
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of the model with the cuts on either side; None at the ends of the model."""
+    """One piece of the model with the cuts on either side, None at the ends of the model.
+
+    `residual`: type in which a received activation is kept.
+    """
 
     module: ModelSlice
     incoming: Boundary | None
     outgoing: Boundary | None
+    residual: torch.dtype = BOUNDARY_DTYPE
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
-        """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations in fp32 where they cross a cut.
+        """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations where they cross a cut.
 
         With `bf16` the module computes under autocast.
         """
-        y: torch.Tensor
         with _autocast(x, bf16):
-            y = self.module(x)
-        return y if self.outgoing is None else y.float()
+            y: torch.Tensor = self.module(x)
+        return y
 
     def loss(
         self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, *, bf16: bool
@@ -250,7 +253,7 @@ class StageEngine:
             tokens, _ = _given(step.batch).micro_batch(number)
             x = tokens.to(self.device, non_blocking=True)
         else:
-            x = self._take(step).requires_grad_()
+            x = self._take(step).to(chunk.residual).requires_grad_()
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return
@@ -292,7 +295,7 @@ class StageEngine:
             self.lanes.drop(step.spent)
             step.spent = None
         with self.stopwatch.measure("backward" if action.kind is ActionKind.B else "input_gradient", action):
-            y.backward(gradient)  # type: ignore[no-untyped-call]
+            y.backward(None if gradient is None else gradient.to(y.dtype))  # type: ignore[no-untyped-call]
         if chunk.incoming is not None:
             if x.grad is None:
                 raise AssertionError("backward left no gradient on the received activation")
@@ -312,9 +315,10 @@ class StageEngine:
         micro_batch: int,
         tensor: torch.Tensor | None,
     ) -> None:
-        """Send a tensor over a cut, or (None) that there is none; nothing at the ends of the model."""
+        """Send a tensor over a cut, in fp32, or (None) that there is none; nothing at the ends of the model."""
         if boundary is None:
             return
+        tensor = None if tensor is None else tensor.to(BOUNDARY_DTYPE)
         id = boundary.name(step.number, Purpose.TRAIN, micro_batch, direction)
         self.lanes.send(boundary, id, tensor, step.sample_ids[micro_batch] if step.sample_ids is not None else None)
 
@@ -380,7 +384,7 @@ class StageEngine:
                 x = chunk.incoming.receive(chunk.incoming.name(step, purpose, index, Direction.FORWARD))
             y = chunk.compute(x, bf16=self.bf16)
             if chunk.outgoing is not None:
-                chunk.outgoing.send(chunk.outgoing.name(step, purpose, index, Direction.FORWARD), y)
+                chunk.outgoing.send(chunk.outgoing.name(step, purpose, index, Direction.FORWARD), y.to(BOUNDARY_DTYPE))
             else:
                 labels = _given(batch).micro_batch(micro_batch)[1].to(self.device)
                 loss = float(chunk.loss(y, labels, bf16=self.bf16)[1])

@@ -32,7 +32,7 @@ from tahq.memory.small_floats.block_codes import (
     quantize_blocks,
     stored_nbytes,
 )
-from tahq.models.deferred_gradients import after_gradient
+from tahq.models.deferred_gradients import after_gradient, gradient_dtype
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, StepAbandonedError
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
@@ -341,6 +341,6 @@ def _put(bucket: Bucket, values: torch.Tensor) -> None:
             replace_gradient(holder, part.view(holder.shape))
         else:
             if holder.grad is None:  # this replica does not compute
-                holder.grad = torch.zeros(holder.shape, device=holder.device)
+                holder.grad = torch.zeros(holder.shape, dtype=gradient_dtype(holder), device=holder.device)
             holder.grad = holder.grad.contiguous()
             holder.grad.view(-1)[piece.start : piece.stop].copy_(part)

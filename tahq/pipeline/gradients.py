@@ -62,6 +62,10 @@ class TiedEmbedding:
         self.uncounted = head
         """The copy whose gradient is left out of the global norm, which counts the other."""
 
+    def holds(self, holder: object) -> bool:
+        """Whether a holder is one of the two copies."""
+        return holder is self._embedding or holder is self.uncounted
+
     def exchange(self, step: int) -> None:
         """Replace the gradient of each owned copy by the sum of both."""
         embedding, head = _gradient(self._embedding), _gradient(self.uncounted)
@@ -89,4 +93,4 @@ def _gradient(holder: HoldsGradient | None) -> torch.Tensor | None:
     if holder is None:
         return None
     gradient = gradient_of(holder)
-    return torch.zeros(holder.shape, device=holder.device) if gradient is None else gradient
+    return torch.zeros(holder.shape, device=holder.device) if gradient is None else gradient.float()

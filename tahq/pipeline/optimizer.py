@@ -11,6 +11,7 @@ A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transfor
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tahq.memory.adam.loop import StateSpec, StateSpecs, has_ptx, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.subspace import LazyRule
+from tahq.models.deferred_gradients import gradient_dtype
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
@@ -30,17 +32,25 @@ Shape = tuple[int, ...]
 
 
 def build_optimizer(
-    config: TrainingConfig, params: Mapping[str, Parameter], decayed: Callable[[str, Parameter], bool]
+    config: TrainingConfig,
+    params: Mapping[str, Parameter],
+    decayed: Callable[[str, Parameter], bool],
+    seed: int = 0,
+    drawn_as: Mapping[str, str] = MappingProxyType({}),
 ) -> Optimizer:
     """The optimizer of `training:` over a stage's parameters by canonical name.
 
-    It has up to two groups: `decayed` says which parameters have weight decay (not norms and biases).
+    It has up to two groups: `decayed` says which parameters have weight decay (not norms and biases). The draws of
+    stochastic rounding depend on `seed`, the run's, and on the name, or on what `drawn_as` has for it.
     """
     groups: dict[bool, list[Parameter]] = {True: [], False: []}
     for name, parameter in params.items():
         groups[decayed(name, parameter)].append(parameter)
+    draws = {parameter: (seed, "adamw rounding", drawn_as.get(name, name)) for name, parameter in params.items()}
     decay = {True: config.weight_decay, False: 0.0}
-    filled = [{"params": members, "weight_decay": decay[key]} for key, members in groups.items() if members]
+    filled = [
+        {"params": members, "weight_decay": decay[key], "draws": draws} for key, members in groups.items() if members
+    ]
     return OPTIMIZERS[config.optimizer].build(filled, config)
 
 
@@ -108,7 +118,8 @@ def _adam_keys(config: TrainingConfig) -> dict[str, Any]:
 
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
+    has_bf16 = any(gradient_dtype(parameter) != torch.float32 for parameter in parameters)  # not for torch's
+    if has_bf16 or (all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda")):
         return BlockwiseAdamW(groups, partial(_ADAMW.states, config), **_adam_keys(config))
     return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
 
@@ -119,7 +130,10 @@ def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
 
 
 def _adamw_bf16(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return BlockwiseAdamW(groups, partial(_ADAMW_BF16.states, config), **_adam_keys(config))
+    is_stochastic = config.adamw_bf16.rounding == "stochastic"
+    return BlockwiseAdamW(
+        groups, partial(_ADAMW_BF16.states, config), is_stochastic=is_stochastic, **_adam_keys(config)
+    )
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:

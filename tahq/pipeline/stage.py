@@ -23,6 +23,7 @@ from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError, ScheduleError
 from tahq.memory.agoq.stored_gradients import HoldsGradient
+from tahq.memory.config import Gradients
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
@@ -61,7 +62,7 @@ class StagePlan:
     pipeline: PipelineConfig
     wire: WireConfig
     tie: bool
-    stores_gradients: bool = False  # `memory.gradients: fp8`
+    gradients: Gradients = "fp32"  # `memory.gradients`
     sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
 
     @property
@@ -119,7 +120,8 @@ class Stage:
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
-            stores_gradients=plan.stores_gradients,
+            gradients=plan.gradients,
+            seed=plan.seed,
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
@@ -267,7 +269,7 @@ class Stage:
         for cut, link in ends.items():
             self._boundaries.setdefault(link.link, self._boundary(link, cut))
         incoming, outgoing = (self._boundaries[ends[cut].link] if cut in ends else None for cut in (number - 1, number))
-        return Chunk(module, incoming, outgoing)
+        return Chunk(module, incoming, outgoing, module.residual or BOUNDARY_DTYPE)
 
     def _boundary(self, ends: LinkEnds, cut: int) -> Boundary:
         identity = CutIdentity(self.plan.run, self.plan.seed, cut, self.plan.replica)

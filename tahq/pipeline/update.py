@@ -19,7 +19,10 @@ from tahq.memory.agoq.stored_gradients import (
     store_gradient,
     with_gradients,
 )
+from tahq.memory.config import Gradients
 from tahq.memory.galore.low_rank_weight import LowRankWeight
+from tahq.models.deferred_gradients import set_gradient_dtype
+from tahq.models.slice import HEAD_WEIGHT
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.gradients import TiedEmbedding, squared_norm, squared_norms
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -88,7 +91,8 @@ class StageUpdate:
         tied: names the second copy of a tied weight, which is left out of the norm.
         low_rank: weights that are trained in a subspace, by canonical name.
         gradient_scale: the factor that gradients carry in the backward; None: never fuse.
-        stores_gradients: keep gradients in 8 bits (`memory.gradients: fp8`), unless the update is fused.
+        gradients: `memory.gradients`, unless the update is fused.
+        seed: the run's.
     """
 
     def __init__(
@@ -101,7 +105,8 @@ class StageUpdate:
         low_rank: Mapping[str, LowRankWeight] | None = None,
         gradient_scale: float | None = None,
         *,
-        stores_gradients: bool = False,
+        gradients: Gradients = "fp32",
+        seed: int = 0,
     ) -> None:
         self._config = config
         self._parameters = dict(parameters)
@@ -119,7 +124,11 @@ class StageUpdate:
         self._num_searched = self._num_due = 0
         self._squares: list[torch.Tensor] = []
         """‖g‖² of the weights that have taken their step within the backward."""
-        self.optimizer = build_optimizer(config, self._parameters, decayed)
+        if gradients == "bf16":
+            set_gradient_dtype((p for p in self._parameters.values() if p.ndim >= 2), torch.bfloat16)
+        # both copies of a tied matrix are rounded alike
+        drawn_as = {name: HEAD_WEIGHT for name, p in self._parameters.items() if tied is not None and tied.holds(p)}
+        self.optimizer = build_optimizer(config, self._parameters, decayed, seed, drawn_as)
         for weight in self._low_rank.values():
             weight.on_search = self._count_search
         if self._is_fused:
@@ -127,7 +136,7 @@ class StageUpdate:
                 parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
             for weight in self._low_rank.values():
                 weight.on_gradient = self._step_alone
-        elif stores_gradients:
+        elif gradients == "fp8":
             for holder in self._gradient_holders():
                 store_gradient(holder)
 

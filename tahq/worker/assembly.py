@@ -64,7 +64,7 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     gets `use_repeatable_kernels`.
 
     Raises:
-        ConfigError: a device that this machine does not have, or that cannot compute in `training.precision`.
+        ConfigError: a device that this machine does not have, or that cannot compute as configured.
     """
     host = config.hosts[stage] if isinstance(config.hosts, list) else None
     name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
@@ -81,6 +81,11 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
         torch.cuda.set_device(device)
     if config.training.precision == "fp8":
         check_fp8_units(device)
+    if config.memory.residual == "bf16" and not computes_in_bf16(config, device.type):
+        raise ConfigError(
+            f"memory.residual: bf16 needs products in bf16, and training.precision: auto is fp32 on {device}; set "
+            "training.precision: bf16, or memory.residual: fp32"
+        )
     return device
 
 
@@ -150,8 +155,15 @@ def _slice(
     filled: Callable[[int], None] = lambda numel: None,
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
-    build = build_slice if settings is None else partial(build_low_rank_slice, settings=settings)
+    build = partial(build_slice, matrices=matrix_dtype(config))
+    if settings is not None:
+        build = partial(build_low_rank_slice, settings=settings)
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
+
+
+def matrix_dtype(config: ClusterConfig) -> torch.dtype:
+    """The type of weights with two dimensions."""
+    return torch.bfloat16 if config.training.has_bf16_weights else torch.float32
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
@@ -164,6 +176,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
     """
     recompute(module, config.memory.recompute_of(stage), fuses=config.memory.activations == "none")
     attend_in_chunks(module, config.memory.attention_chunks)
+    module.residual = torch.bfloat16 if config.memory.residual == "bf16" else None
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
     module.z_loss = config.training.z_loss
     if config.memory.activations == "coat":
@@ -286,7 +299,7 @@ class Assembly:
                 training=config.training,
                 pipeline=config.pipeline,
                 wire=config.wire,
-                stores_gradients=config.memory.gradients == "fp8",
+                gradients=config.memory.gradients,
                 tie=config.model.tie == "sync",
                 sum_codecs=config.sum_codecs,
             ),

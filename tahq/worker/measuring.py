@@ -34,7 +34,7 @@ from tahq.plan.measure.meter import Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq.worker.assembly import block_ranges, keep_as_configured, resolved_spec
+from tahq.worker.assembly import block_ranges, keep_as_configured, matrix_dtype, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions
 from tahq.worker.links import listening_addresses
 
@@ -343,7 +343,10 @@ class ComputeMeasurement:
 
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
-        model = build_slice(self._spec, parts, seed=0, device=self._device, random=RandomContext(0), weights=False)
+        random, matrices = RandomContext(0), matrix_dtype(self._config)
+        model = build_slice(
+            self._spec, parts, seed=0, device=self._device, random=random, weights=False, matrices=matrices
+        )
         keep_as_configured(self._config, model, self._stage, micro_batch)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -61,6 +61,34 @@ def test_bytes_of_weights_gradients_and_optimizer_equal_those_of_the_slice():
     assert memory.total == sum(kinds) == sum(memory.kinds().values())
 
 
+@pytest.mark.parametrize("gradients", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("blocks", [BlockRange(0, 2, 4), BlockRange(2, 4, 4)], ids=["first", "last"])
+def test_bytes_of_bf16_weights_and_gradients_equal_those_of_the_slice(blocks, gradients):
+    config = TrainingConfig(steps=1, optimizer="adamw_bf16", adamw_bf16={"weights": "bf16"})
+    random, matrices = RandomContext(0), torch.bfloat16
+    module = build_slice(SPEC, blocks, seed=0, device="cpu", random=random, matrices=matrices)
+    parameters = module.canonical_parameters()
+    update = StageUpdate(config, parameters, module.is_decayed, 1, gradients=gradients)
+    x = torch.zeros(2, 16, dtype=torch.int64) if blocks.first else torch.randn(2, 16, 32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x).sum().backward()
+    kept = [
+        p.grad.nbytes if p.grad is not None else sum(c.nbytes for c in p.gradient_codes[1]) for p in parameters.values()
+    ]
+    update.apply(0, 1.0)
+    saved = update.tensors()
+    shape = MicroBatchShape(2, 16, True, weight_nbytes=2)
+    nbytes = partial(optimizer_nbytes, config)
+    memory = estimate(blocks, shape=shape, optimizer_nbytes=nbytes, gradients=gradients)
+    assert (memory.weights, memory.copies) == (sum(parameter.nbytes for parameter in parameters.values()), 0)
+    assert memory.gradients == sum(kept)
+    states = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/")
+    assert memory.optimizer == sum(each.nbytes for name, each in saved.items() if name.startswith(states))
+    fp32 = {"fp32": 0, "fp8": 4 * 32 * 128, "bf16": 4 * 32 * 64 if blocks.first else 0}[gradients]
+    plain = estimate(blocks, shape=shape, optimizer_nbytes=nbytes)
+    assert memory.workspace - plain.workspace == fp32
+
+
 @pytest.mark.parametrize(("blocks", "has_head"), [(BlockRange(1, 3, 4), False), (BlockRange(2, 4, 4), True)])
 def test_bf16_copies_count_once_except_the_head_with_checkpointing(blocks, has_head):
     of_block = 2 * SPEC.layout.block_weights(SPEC.hf_config)
@@ -163,6 +191,9 @@ def test_activations_cover_micro_batches_in_flight_and_deferred_weight_gradients
 )
 def test_boundary_counts_outputs_gradients_and_frames(blocks, num_tensors):
     assert estimate(blocks).boundary == num_tensors * TENSOR + 3 * 1000
+    outputs = 0 if blocks.last else 3  # in half the bytes where the residual stream is bf16
+    narrow = estimate(blocks, shape=replace(SHAPE, residual_nbytes=2))
+    assert narrow.boundary == estimate(blocks).boundary - outputs * TENSOR // 2
 
 
 def test_checkpointing_trades_activations_for_one_block_of_workspace():
@@ -176,7 +207,7 @@ LOGITS, HEAD = 2 * 16 * 64, 32 * 64
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("kept", [{}, {"stores_gradients": True}], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("kept", [{}, {"gradients": "fp8"}], ids=["fp32", "fp8"])
 def test_last_stage_needs_room_for_gradients_of_logits_or_of_the_head(bf16, kept):
     plain, fused = (
         estimate(BlockRange(2, 4, 4), shape=MicroBatchShape(2, 16, bf16, on_cuda=is_fused), **kept)

@@ -1,6 +1,7 @@
 """The counted bytes against those that autograd saves."""
 
 from dataclasses import replace
+from itertools import product
 from types import FunctionType
 
 import pytest
@@ -25,7 +26,7 @@ from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sha
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, sharing_copies_of
+from tahq.models.slice import ModelSlice, build_slice, sharing_copies_of
 
 # With the pinned torch and transformers the counts are equal to the byte; another release may
 # save a mask or a statistic more, none of which is as large as 1 % of a block.
@@ -166,6 +167,36 @@ def agoq_shape(bf16: bool, config: AgoqConfig) -> MicroBatchShape:
 def test_count_covers_stored_inputs(family, keys, bits, blocks, stored, bf16):
     spec, config = make_spec(family, **keys), AgoqConfig(bits=bits, stored=stored)
     check_count(spec, blocks, agoq_shape(bf16, config), make_slice(spec, config, blocks=blocks))
+
+
+@every_range
+@pytest.mark.parametrize(
+    ("family", "memory"),
+    [
+        *product(("gpt2", "llama", "qwen3"), (None, "swiglu", "norm", "ffn", AgoqConfig(bits=5))),
+        ("llama", CoatConfig()),
+    ],
+    ids=str,
+)
+def test_count_covers_a_residual_stream_in_bf16(family, memory, blocks):
+    spec = make_spec(family)
+    module = make_slice(spec, memory, blocks=blocks)
+    module.residual = torch.bfloat16
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, True, coat=isinstance(memory, CoatConfig))
+    if isinstance(memory, AgoqConfig):
+        shape = agoq_shape(True, memory)
+    elif isinstance(memory, str):
+        shape = recomputing_shape(True, memory)
+    check_count(spec, blocks, replace(shape, residual_nbytes=2), module)
+
+
+@every_type
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bf16_matrices_are_copied_only_for_products_in_fp32(family, bf16):
+    spec, blocks = make_spec(family), BlockRange(0, 3, 3)
+    random, bf16_matrices = RandomContext(0), {"matrices": torch.bfloat16}
+    module = build_slice(spec, blocks, seed=0, device="cpu", random=random, **bf16_matrices).train()
+    check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, weight_nbytes=2), module)
 
 
 @every_type

@@ -118,7 +118,8 @@ def test_every_optimizer_takes_the_decoded_gradients(monkeypatch, optimizer):
         else:
             module = make_slice(spec)
         holders = module.canonical_parameters(), low_rank_weights(module)
-        update = StageUpdate(config, holders[0], module.is_decayed, 4, None, holders[1], stores_gradients=stores)
+        kept_as = "fp8" if stores else "fp32"
+        update = StageUpdate(config, holders[0], module.is_decayed, 4, None, holders[1], gradients=kept_as)
         for step in range(2):
             update.begin(step)
             run(module)

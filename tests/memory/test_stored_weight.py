@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.samples import normal
 
-from tahq.memory.galore.stored_weight import FullWeight, Int8Weight, round_to_bf16
+from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
+from tahq.quant.stochastic_rounding import round_to_bf16
 from tahq.randomness import derive_seed
 
 CPU = torch.device("cpu")

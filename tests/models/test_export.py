@@ -48,6 +48,19 @@ def test_transformers_loads_an_export_with_equal_logits(family, max_shard_nbytes
     assert model.generation_config.eos_token_id == 7
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_matrices_are_exported_in_bf16(family, tiny_spec, tokens, tmp_path):
+    spec, bf16 = tiny_spec(family), torch.bfloat16
+    slices = build_all(spec, matrices=bf16)
+    export_folder(spec, reader_of(slices), tmp_path / "out", None, 15_000, matrices=bf16)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.equal(exact(tokens).logits, logits_of(slices, tokens))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.dtype for parameter in model.parameters()} == {bf16}
+    nbytes = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert nbytes < 1.2 * sum(weight.nbytes for weight in parameters_of(slices).values())
+
+
 def test_an_export_can_be_loaded_again_for_training(tiny_spec, tokens, tmp_path):
     slices = trained(tiny_spec("gpt2"))
     export_folder(slices[0].spec, reader_of(slices), tmp_path / "out", None, 15_000)

@@ -80,7 +80,7 @@ def one_step(config: ClusterConfig, device: torch.device) -> dict[str, torch.Ten
         pipeline=config.pipeline,
         wire=config.wire,
         tie=False,
-        stores_gradients=config.memory.gradients == "fp8",
+        gradients=config.memory.gradients,
     )
     bf16 = computes_in_bf16(config, device)
     stage = Stage(plan, {0: module}, batch_source(config.data.seq_len), {}, device=device, bf16=bf16)

@@ -59,6 +59,7 @@ EXACT = [
         {"training.optimizer": "qgalore", "training.qgalore": {"states": "fp32"}},
         {"training.adamw8bit": {"min_elements": 0}},
     ),
+    {"training.adamw_bf16": {"weights": "bf16", "rounding": "nearest"}},
     {"pipeline.schedule": "gpipe"},
     {"links": {"rate": "10mbit", "delay": "20ms"}},
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -70,6 +71,9 @@ EXACT = [
     {"pipeline.first": {"schedule": "zero-bubble", "in_flight": [4, 3, 2, 1]}},
 ]
 INEXACT = [
+    ({"training.optimizer": "adamw_bf16"}, {"training.adamw_bf16": {"rounding": "nearest"}}),
+    {"memory.gradients": "bf16"},
+    {"memory.residual": "bf16"},
     {"wire.gradients": "fixed:bits=10"},
     {"wire.backend": "reference"},
     {"wire.activations": "raw:dtype=fp16"},
@@ -104,6 +108,7 @@ INEXACT = [
     {"hosts": [{"address": f"10.0.0.{stage}"} for stage in range(4)]},
 ]
 REFUSED = [
+    ({"training.optimizer": "adamw_bf16"}, {"training.adamw_bf16": {"weights": "bf16"}}),
     {"run.seed": 4},
     {"model.num_layers": 9},
     {"model.dropout": 0.1},

@@ -13,6 +13,7 @@ from support.samples import normal
 from tahq.memory.adam.adamw import adamw8bit_states, bind_kernels, plain_adamw_states, step_in_torch
 from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode
 from tahq.memory.adam.loop import AdamwNumbers, State, StateSpecs, new_states
+from tahq.quant.stochastic_rounding import key_halves
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CPU = torch.device("cpu")
@@ -52,11 +53,18 @@ GRADIENTS: dict[str, Callable[[tuple[int, ...], int], torch.Tensor]] = {
 }
 
 
-def bound_step(weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, block: int) -> None:
+def bound_step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    numbers: AdamwNumbers,
+    block: int,
+    key: int | None = None,
+) -> None:
     """One step by the kernels."""
-    launches = bind_kernels(weight, gradient, state, block)
+    launches = bind_kernels(weight, gradient, state, block, is_stochastic=key is not None)
     assert launches is not None
-    launches(gradient, numbers)
+    launches(gradient, numbers if key is None else (*numbers, *key_halves(key)))
 
 
 def check_8bit(
@@ -74,10 +82,21 @@ def check_8bit(
     _check(states, weight, device, block, lambda step: GRADIENTS[gradients](size, step).to(gradient_dtype))
 
 
-def check_plain(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
+def check_plain(
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    gradients: str = "normal",
+    weight_dtype: torch.dtype = torch.float32,
+    gradient_dtype: torch.dtype = torch.float32,
+    is_stochastic: bool = False,
+) -> None:
     """The same with moments of fp32 or bf16."""
     size = (math.prod(shape),)
-    _check(plain_adamw_states(size, dtype), normal(size, 0), device, BLOCK, lambda step: normal(size, step))
+    states, weight = plain_adamw_states(size, dtype), normal(size, 0).to(weight_dtype)
+    gradient = lambda step: GRADIENTS[gradients](size, step).to(gradient_dtype)  # noqa: E731
+    _check(states, weight, device, BLOCK, gradient, is_stochastic=is_stochastic)
 
 
 def _check(
@@ -86,12 +105,15 @@ def _check(
     device: torch.device,
     block: int,
     gradient_of: Callable[[int], torch.Tensor],
+    *,
+    is_stochastic: bool = False,
 ) -> None:
     expected, found = ({"weights": weight.to(on, copy=True)} | new_states(states, on) for on in (CPU, device))
     for step in range(1, 4):
         gradient, numbers = gradient_of(step), AdamwNumbers.of(GROUP, step)
-        step_in_torch(expected["weights"], gradient, expected, numbers, block)
-        bound_step(found["weights"], gradient.to(device), found, numbers, block)
+        key = 2**63 + step if is_stochastic else None
+        step_in_torch(expected["weights"], gradient, expected, numbers, block, key)
+        bound_step(found["weights"], gradient.to(device), found, numbers, block, key)
         _assert_same(found, expected)
 
 

@@ -36,6 +36,7 @@ from tahq.worker.assembly import (
     block_ranges,
     compute_device,
     keep_as_configured,
+    matrix_dtype,
     resolved_spec,
 )
 from tahq_launch.start.prepared_run import continued_config, resolved_run
@@ -168,9 +169,9 @@ def _start(request: ProbeRequest) -> _Start:
 
 
 def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *, with_weights: bool) -> CutModel:
-    seed, random = config.run.seed, RandomContext(config.run.seed)
+    seed, random, matrices = config.run.seed, RandomContext(config.run.seed), matrix_dtype(config)
     slices = [
-        build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights)
+        build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights, matrices=matrices)
         for blocks in block_ranges(config, spec)
     ]
     for chunk, part in enumerate(slices):
@@ -183,7 +184,7 @@ def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int],
     """The optimizer step as a run takes it: global clipping, then that step's learning rate."""
     training, position = start.config.training, Position(start.cursor.step, start.cursor.sample)
     total = total_steps(training.steps, training.epochs, dataset.num_train_samples, training.global_batch, position)
-    update = StageUpdate(training, model.parameters, model.is_decayed, total, model.tied)
+    update = StageUpdate(training, model.parameters, model.is_decayed, total, model.tied, seed=start.config.run.seed)
     if start.reader is not None:
         update.load(start.reader.tensor, set(start.reader.names()))
     return lambda step: update.apply(step, clip_factor(global_norm(update.squared_norms()), training.clip_norm))

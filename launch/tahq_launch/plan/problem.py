@@ -10,7 +10,7 @@ from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
-from tahq.memory.estimate import StepNumbers, stage_memory
+from tahq.memory.estimate import StepNumbers, fp32_gradient, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
     copied_by_block,
@@ -119,9 +119,9 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bo
     else:
         middle = BlockRange(1, 2, layers)
         block, weights = _state_nbytes(config, spec, middle), _weights_nbytes(spec, middle)
-        gradient = _largest_gradient(config, spec, middle)
+        gradient = _fp32_gradient(config, spec, middle)
         first_end, last_end = (
-            _state_nbytes(config, spec, end) - block + _largest_gradient(config, spec, end) - gradient
+            _state_nbytes(config, spec, end) - block + _fp32_gradient(config, spec, end) - gradient
             for end in (first, last)
         )
         ends = first_end, last_end
@@ -146,15 +146,17 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
     device = _device(config)
     shape = micro_batch_shape(config, spec, 1, device=device)
+    if shape.recompute == "block":  # each micro-batch makes its own copies, see `_held`
+        shape = replace(shape, copies_weights=False, copies_head=False)
     numbers = StepNumbers(
-        shape=replace(shape, bf16=shape.bf16 and shape.recompute != "block"),  # which keeps no copies
+        shape=shape,
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         frame_nbytes=0,
         kept_code_nbytes=kept_code_nbytes(config, device),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
-        stores_gradients=config.memory.gradients == "fp8",
+        gradients=config.memory.gradients,
     )
     memory = stage_memory(spec, blocks, numbers)
     return float(memory.weights + memory.gradients + memory.optimizer)
@@ -187,7 +189,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     head_kept = saved_by_head(spec, shape)
     logits = head_workspace(spec, shape, adds_in_place=splits_backward or config.memory.gradients == "fp8")
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
-    gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
+    gradient = _fp32_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
     return HeldBytes(
         block=saved,
@@ -202,10 +204,9 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     )
 
 
-def _largest_gradient(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> int:
-    """Bytes of the largest gradient in fp32, where the others are kept in 8 bits; else 0."""
-    shapes = slice_parameters(spec, blocks).values() if config.memory.gradients == "fp8" else ()
-    return _FP32 * max(map(math.prod, shapes), default=0)
+def _fp32_gradient(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> int:
+    numels = {name: shape.numel() for name, shape in slice_parameters(spec, blocks).items()}
+    return fp32_gradient(spec, numels, config.memory.gradients)
 
 
 def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | None:

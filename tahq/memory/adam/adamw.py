@@ -9,7 +9,9 @@ weight, states, gradient and step. Parameters with fewer elements than `min_elem
 *bf16*, 4 bytes per parameter: torch's AdamW keeps moments in the dtype of the weights, which are fp32 in tahq, so bf16
 moments need their own step (decision 21). A second moment in bf16 only changes where (1 − β₂)·|g² − v| is above half
 of its last place, v·2⁻⁹ to v·2⁻⁸: with β₂ = 0.95, the default, wherever g² differs from v by more than 8 %; with 0.999
-it never falls, since even without a gradient it should lose 0.1 % per step.
+it never falls, since even without a gradient it should lose 0.1 % per step. So by default the rounding is stochastic,
+whose mean is the unrounded number; then weights can be bf16, too, without fp32 ones beside them (LLMQ §3.1). A draw is
+a function of run, parameter, step, tensor and element.
 
 *fp32*: torch's AdamW for CUDA, where torch's own takes ten kernels per parameter, or treats a stage's parameters as one
 list (see `pipeline/optimizer.py`).
@@ -36,6 +38,7 @@ from tahq.memory.adam.blockwise8 import BLOCK, ZERO_SIGNED, decode, encode
 from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, AdamwNumbers, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.config import MIN_ELEMENTS
 from tahq.quant.backends import interprets_triton
+from tahq.quant.stochastic_rounding import round_to_bf16
 
 if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches
@@ -53,10 +56,12 @@ class BlockwiseAdamW(AdamwLoop):
         super().__init__(*args, **others)
 
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
-        return bind_kernels(weight, gradient, state, self._block)
+        return bind_kernels(weight, gradient, state, self._block, is_stochastic=self.is_stochastic)
 
-    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
-        step_in_torch(weight, gradient, state, numbers, self._block)
+    def _advance(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, key: int | None
+    ) -> None:
+        step_in_torch(weight, gradient, state, numbers, self._block, key)
 
 
 def adamw8bit_states(shape: tuple[int, ...], block: int = BLOCK, min_elements: int = MIN_ELEMENTS) -> StateSpecs:
@@ -79,16 +84,21 @@ def plain_adamw_states(shape: tuple[int, ...], dtype: torch.dtype) -> StateSpecs
 
 
 def bind_kernels(
-    weight: torch.Tensor, gradient: torch.Tensor, state: State, block: int = BLOCK
+    weight: torch.Tensor, gradient: torch.Tensor, state: State, block: int = BLOCK, *, is_stochastic: bool = False
 ) -> "BoundLaunches | None":
-    """Kernels for a step on flat tensors [N] and a state; None if only `step_in_torch` can take it."""
+    """Kernels for a step on flat tensors [N] and a state; None if only `step_in_torch` can take it.
+
+    With `is_stochastic` they round bf16 by draws, and take the halves of a key behind the step's numbers.
+    """
     m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
     tensors = (weight, gradient, m, v)
     is_suited = all(each.data_ptr() % _ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
     if not (_has_kernels(weight.device.type) and weight.numel() > 0 and is_suited):
         return None
     if m.dtype != torch.uint8:
-        return cast("BoundLaunches", import_module("tahq.memory.adam.kernels").bind_plain_adamw(*tensors))
+        return cast(
+            "BoundLaunches", import_module("tahq.memory.adam.kernels").bind_plain_adamw(*tensors, is_stochastic)
+        )
     bind = import_module("tahq.memory.adam.blockwise8_kernels").bind_adamw8bit
     return cast("BoundLaunches", bind(*tensors, state["exp_avg_scale"], state["exp_avg_sq_scale"], block))
 
@@ -99,22 +109,32 @@ def _has_kernels(device_type: str) -> bool:
 
 
 def step_in_torch(
-    weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, block: int = BLOCK
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    numbers: AdamwNumbers,
+    block: int = BLOCK,
+    key: int | None = None,
 ) -> None:
-    """One step in plain torch, in place, on flat tensors [N], fp32 or bf16, and a state."""
+    """One step in plain torch, in place, on flat tensors [N], fp32 or bf16, and a state.
+
+    `key`: of the draws by which weight (0), m (1) and v (2) are rounded where they are bf16, and moments unquantised;
+    the tensor's number is XORed into its upper half. None: to nearest.
+    """
     m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
     for start in range(0, weight.numel(), SLICE):
         here, blocks = slice(start, start + SLICE), slice(start // block, (start + SLICE) // block)
         if m.dtype != torch.uint8:
             wide_m, wide_v = m[here].float(), v[here].float()
-            _advance(weight[here], gradient[here], wide_m, wide_v, numbers)
-            if m.dtype != torch.float32:
-                m[here].copy_(wide_m)
-                v[here].copy_(wide_v)
+            moved = _advance(weight[here], gradient[here], wide_m, wide_v, numbers)
+            for number, (target, wide) in enumerate(((weight, moved), (m, wide_m), (v, wide_v))):
+                if key is not None and target.dtype == torch.bfloat16:
+                    wide = round_to_bf16(wide, start, key ^ number << 32)
+                target[here].copy_(wide)
             continue
         stored = ((m[here], state["exp_avg_scale"][blocks], True), (v[here], state["exp_avg_sq_scale"][blocks], False))
         wide_m, wide_v = (decode(codes, scales, signed, block) for codes, scales, signed in stored)
-        _advance(weight[here], gradient[here], wide_m, wide_v, numbers)
+        weight[here].copy_(_advance(weight[here], gradient[here], wide_m, wide_v, numbers))
         for (codes, scales, signed), moment in zip(stored, (wide_m, wide_v), strict=True):
             new_codes, new_scales = encode(moment, signed, block)
             codes.copy_(new_codes)
@@ -123,11 +143,12 @@ def step_in_torch(
 
 def _advance(
     weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
-) -> None:
+) -> torch.Tensor:
+    """Update m and v, fp32, in place; returns the new weight in fp32."""
     gradient = gradient.float()
     m.mul_(numbers.beta1).add_(gradient * numbers.rest1)
     v.mul_(numbers.beta2).add_(gradient.square().mul_(numbers.rest2))
     # torch's own fp32 root is off by a unit here and there on CPUs; that of fp64, rounded, never is.
     denominator = v.double().sqrt_().float().mul_(numbers.root_factor).add_(numbers.epsilon)
     change = denominator.reciprocal_().mul_(m).mul_(numbers.rate)
-    weight.copy_(weight.float() * numbers.decay - change)
+    return weight.float() * numbers.decay - change

@@ -2,7 +2,8 @@
 
 Each tensor is read once and written once. Compiled without fusing multiplications and additions: moments are bit-equal
 to the reference (`adamw.step_in_torch`). Weights use the device's fast root and reciprocal: within 2⁻²⁰ of the
-reference's change, and bit-equal in the interpreter. Nothing is specialised on numbers that change from step to step.
+reference's change before they are rounded, and bit-equal in the interpreter. Stochastic rounding has the reference's
+draws. Nothing is specialised on numbers that change from step to step.
 """
 
 from functools import lru_cache
@@ -12,11 +13,12 @@ import triton
 import triton.language as tl
 
 from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
-from tahq.quant.gpu.tiles import IS_INTERPRETED
+from tahq.quant.gpu.tiles import IS_INTERPRETED, rounded_to_bf16
 
 _ELEMENTS = 1024
 _ELEMENTS_PER_WARP = 128  # Four per thread: 16 bytes of fp32
 NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
+KEY = ["key_low", "key_high"]
 
 
 @triton.jit
@@ -92,12 +94,21 @@ def rounded(values, like):
     return values.to(like.dtype)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit
+def _stored(values, like, at, key_low, key_high, tensor: tl.constexpr, IS_STOCHASTIC: tl.constexpr):
+    """fp32 in the type of `like`, rounded with the draws of this tensor's number; see `adamw.step_in_torch`."""
+    if IS_STOCHASTIC:  # noqa: SIM102
+        if like.dtype == tl.bfloat16:
+            return rounded_to_bf16(values, at.to(tl.int32), key_low, key_high ^ tensor)
+    return rounded(values, like)
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, *KEY])
 def plain_adamw_kernel(
     weights, ms, vs, gradients, num_elements, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon,
-    B: tl.constexpr,
+    key_low, key_high, B: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """B elements of a parameter whose moments are stored in fp32 or bf16."""
+    """B elements of a parameter; weights and moments are stored in fp32 or bf16, which may be rounded by draws."""
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     is_real = at < num_elements
     weight = tl.load(weights + at, mask=is_real, other=0.0)
@@ -108,19 +119,26 @@ def plain_adamw_kernel(
     moved, new_m, new_v = advance(
         wide, gradient, wide_m, wide_v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
     )
-    tl.store(weights + at, rounded(moved, weight), mask=is_real)
-    tl.store(ms + at, rounded(new_m, m), mask=is_real)
-    tl.store(vs + at, rounded(new_v, v), mask=is_real)
+    tl.store(weights + at, _stored(moved, weight, at, key_low, key_high, 0, IS_STOCHASTIC), mask=is_real)
+    tl.store(ms + at, _stored(new_m, m, at, key_low, key_high, 1, IS_STOCHASTIC), mask=is_real)
+    tl.store(vs + at, _stored(new_v, v, at, key_low, key_high, 2, IS_STOCHASTIC), mask=is_real)
 
 
-def bind_plain_adamw(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> BoundLaunches:
-    """Launches of a step on these tensors and any gradient like this one; m and v in fp32, or both in bf16."""
-    return BoundLaunches((_plain_plan(weight.numel(), m.dtype),), (weight, m, v, gradient), moving=3)
+def bind_plain_adamw(
+    weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, is_stochastic: bool
+) -> BoundLaunches:
+    """Launches of a step on these tensors and any gradient like this one; m and v in fp32, or both in bf16.
+
+    With `is_stochastic` the halves of a key follow the step's numbers.
+    """
+    plan = _plain_plan(weight.numel(), m.dtype, is_stochastic)
+    return BoundLaunches((plan,), (weight, m, v, gradient), moving=3)
 
 
 @lru_cache(maxsize=1024)
-def _plain_plan(num_elements: int, dtype: torch.dtype) -> Launch:
+def _plain_plan(num_elements: int, dtype: torch.dtype, is_stochastic: bool) -> Launch:
     """One plan per dtype of the moments, which a `Launch` does not distinguish."""
     grid = (-(-num_elements // _ELEMENTS), 1, 1)
-    constants = {"B": _ELEMENTS, "num_warps": _ELEMENTS // _ELEMENTS_PER_WARP, **EXACT}
-    return Launch(plain_adamw_kernel, grid, (num_elements,), constants)
+    unused = {} if is_stochastic else dict.fromkeys(KEY, 0)
+    constants = {"B": _ELEMENTS, "IS_STOCHASTIC": is_stochastic, "num_warps": _ELEMENTS // _ELEMENTS_PER_WARP, **EXACT}
+    return Launch(plain_adamw_kernel, grid, (num_elements,), unused | constants)

@@ -12,6 +12,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from tahq.quant.stochastic_rounding import key_halves
+from tahq.randomness import derive_seed
+
 if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches
 
@@ -86,7 +89,9 @@ class AdamwLoop(Optimizer):
     checkpoint do not depend on which layers were used. A parameter without a gradient keeps its weight, its moments
     and its own number of steps.
 
-    `states`: a parameter's shape -> its states. The other arguments are those of torch's AdamW; decay is decoupled.
+    `states`: a parameter's shape -> its states; `is_stochastic`: bf16 is rounded by draws, whose key is a hash of the
+    step and of the parameter's tuple in its group's `draws`. The other arguments are those of torch's AdamW; decay is
+    decoupled.
     """
 
     def __init__(
@@ -97,8 +102,10 @@ class AdamwLoop(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        is_stochastic: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.is_stochastic = is_stochastic
         self._states = states
         self._bound: dict[Parameter, tuple[tuple[object, ...], BoundLaunches | None]] = {}
 
@@ -119,19 +126,23 @@ class AdamwLoop(Optimizer):
             step = int(state["step"])
             if step not in numbers:
                 numbers[step] = AdamwNumbers.of(group, step)
-            yield parameter, partial(self._step_of, parameter, parameter.grad, state, numbers[step])
+            key = derive_seed(*group["draws"][parameter], step) if self.is_stochastic else None
+            yield parameter, partial(self._step_of, parameter, parameter.grad, state, numbers[step], key)
 
-    def _step_of(self, parameter: Parameter, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
+    def _step_of(
+        self, parameter: Parameter, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, key: int | None
+    ) -> None:
+        last = numbers if key is None else (*numbers, *key_halves(key))
         if launches := self._bound_launches(parameter, gradient, state):
-            launches(gradient, numbers)
+            launches(gradient, last)
             return
         weight = parameter.detach()
         flat = weight.contiguous().view(-1)  # shares the weight's memory unless its strides are unusual
         flat_gradient = gradient.detach().contiguous().view(-1)
         if launches := self._bind(flat, flat_gradient, state):
-            launches(flat_gradient, numbers)
+            launches(flat_gradient, last)
         else:
-            self._advance(flat, flat_gradient, state, numbers)
+            self._advance(flat, flat_gradient, state, numbers, key)
         if flat.data_ptr() != weight.data_ptr():
             weight.copy_(flat.view(weight.shape))
 
@@ -153,8 +164,10 @@ class AdamwLoop(Optimizer):
         """Kernels that take steps on these flat tensors and state; None if no kernel can read them."""
 
     @abstractmethod
-    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
-        """Take one step without bound kernels, in place, on flat contiguous tensors [N]."""
+    def _advance(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, key: int | None
+    ) -> None:
+        """Take one step without bound kernels, in place, on flat contiguous tensors [N]; `key`: of the draws."""
 
 
 def _run_side_by_side(jobs: list[Job]) -> None:

@@ -79,7 +79,7 @@ def gradient_of(holder: HoldsGradient) -> torch.Tensor | None:
 def replace_gradient(holder: HoldsGradient, gradient: torch.Tensor) -> None:
     """Put another gradient in the place of a holder's."""
     drop_gradient(holder)
-    holder.grad = gradient
+    holder.grad = gradient.to(getattr(holder, "grad_dtype", gradient.dtype))
     if is_stored(holder):
         fold_gradient(holder)
 

@@ -58,7 +58,9 @@ class Fp8AdamW(AdamwLoop):
         bind = import_module("tahq.memory.coat.fp8_adamw_kernels").bind_step
         return cast("BoundLaunches | None", bind(weight, gradient, self._moments(state)))
 
-    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
+    def _advance(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, key: int | None
+    ) -> None:
         step = step_in_torch
         if weight.device.type == "cpu":
             step = import_module("tahq.memory.coat.fp8_adamw_cpu").step_on_cpu

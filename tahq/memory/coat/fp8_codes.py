@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from tahq.memory.small_floats.block_codes import has_fp8_units
-from tahq.models.deferred_gradients import DeferredGradients, accumulate
+from tahq.models.deferred_gradients import DeferredGradients, accumulate, gradient_dtype
 
 GROUP = 16  # Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)
 E4M3 = torch.float8_e4m3fn
@@ -244,8 +244,8 @@ class OutputGradient:
         return product(self.codes.rows, codes.columns, (self.codes.scale, codes.scale), dtype, fast=False)
 
     def of_weight(self, x: TensorCodes, weight: WeightCodes) -> torch.Tensor:
-        """∂W = ∂yᵀ·x: [N, C], or as the layer's parameter lies, in its dtype."""
-        dtype = weight.linear.weight.dtype
+        """∂W = ∂yᵀ·x: [N, C], or as the layer's parameter lies, in its gradient's dtype."""
+        dtype = gradient_dtype(weight.linear.weight)
         if self.codes is None:
             assert self.plain is not None
             return self.plain.t().mm(x.dequantized(self.plain.dtype)).to(dtype)

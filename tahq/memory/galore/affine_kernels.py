@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from tahq.memory.galore.stored_weight import FINER, GROUP, MARGIN, OFFSET, SMALLEST_SCALE, STEPS, TOP_CODE
-from tahq.quant.gpu.launch import EXACT, key_halves, on_device_of
-from tahq.quant.gpu.tiles import hash_words
+from tahq.quant.gpu.launch import EXACT, on_device_of
+from tahq.quant.gpu.tiles import hash_words, rounded_to_bf16
+from tahq.quant.stochastic_rounding import key_halves
 
 if TYPE_CHECKING:
     from tahq.memory.galore.stored_weight import Int8Weight
@@ -122,13 +123,7 @@ def add16_kernel(values, update, keep, rate, key_low, key_high, numel, SIZE: tl.
     is_real = at < numel
     weight = tl.load(values + at, mask=is_real, other=0).to(tl.float32)
     change = tl.load(update + at, mask=is_real, other=0).to(tl.float32)
-    bits = (weight * keep + change * rate).to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # a NaN keeps a bit that bf16 has; adding a draw could turn it into a number
-    rounded = tl.where(size > 0x7F800000, bits | 0x400000, bits)
-    draw = (hash_words(at, key_low, key_high) >> 16).to(tl.int32)
-    rounded = tl.where(size < 0x7F800000, (bits + draw) & -0x10000, rounded)
-    tl.store(values + at, rounded.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=is_real)
+    tl.store(values + at, rounded_to_bf16(weight * keep + change * rate, at, key_low, key_high), mask=is_real)
 
 
 def decoded8(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,7 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
-from tahq.quant.stochastic_rounding import hashes, shift_right
+from tahq.quant.stochastic_rounding import hashes, round_to_bf16, shift_right
 
 GROUP = 256
 SMALLEST_SCALE = 2.0**-126  # The smallest normal number; also the scale of a group of zeros
@@ -49,7 +49,6 @@ TOP_CODE = 255
 FINER = 0.75  # A grid is replaced where a new one would have a step below this share of its step
 OFFSET = 128  # Codes and zero-points from 0 to 255 are stored in int8 minus this
 _SLAB = 2**20  # Elements that plain torch updates at a time, with temporaries of up to 40 bytes each
-_LOST_BITS = 16  # Bits of fp32's mantissa that bf16 lacks
 
 
 def num_groups(numel: int) -> int:
@@ -253,19 +252,6 @@ class FullWeight:
             # two roundings, not fused, for the same bits on every device
             weight = part.float().mul_(keep).add_(flat[first : first + _SLAB].to(torch.float32).mul(rate))
             part.copy_(round_to_bf16(weight, first, key))
-
-
-def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
-    """Round fp32 [N] stochastically to bf16 values; values that bf16 has, infinities and NaN do not change.
-
-    x lies between two neighbours in bf16, the share f from the smaller in size towards the larger, a multiple of 2^−16:
-    it becomes the larger with probability f. Added to the bits of x, a draw of 16 bits carries into those that stay
-    where it is at least 2^16·(1 − f). The mean over keys is x, exactly. Draws depend on the key and on indices, which
-    begin at `first`.
-    """
-    draw = shift_right(hashes(first, x.numel(), key, x.device), 32 - _LOST_BITS)
-    rounded = x.view(torch.int32).add(draw).bitwise_and_(-(2**_LOST_BITS)).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
 
 
 def snapshot_weight(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:

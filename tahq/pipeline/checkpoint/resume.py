@@ -208,6 +208,11 @@ def _has_8bit_states(config: Config) -> bool:
     return bool(optimizer == "adamw8bit")
 
 
+def _has_bf16_weights(config: Config) -> bool:
+    used = (_get(config, f"training.{key}") for key in ("optimizer", "adamw_bf16.weights"))
+    return tuple(used) == ("adamw_bf16", "bf16")
+
+
 def _sequence_fits(old: Config, new: Config) -> bool:
     longest = _longest_sequence(old)
     return longest is None or int(_get(new, "data.seq_len")) <= longest
@@ -273,6 +278,14 @@ RULES: Mapping[str, KeyRule] = {
     "training.optimizer": KeyRule(Verdict.REFUSED, "the checkpoint has that optimizer's states"),
     "training.fp8_adamw": KeyRule(Verdict.REFUSED, "the checkpoint has moments in those formats", _IS_NOT_FP8_ADAMW),
     "training.adamw8bit": KeyRule(Verdict.REFUSED, "the checkpoint's states are stored that way", _HAS_NO_8BIT_STATES),
+    "training.adamw_bf16.weights": KeyRule(
+        Verdict.REFUSED,
+        "the checkpoint has weights of that type",
+        (lambda old, new: not (_has_bf16_weights(old) or _has_bf16_weights(new)), "weights are fp32"),
+    ),
+    "training.adamw_bf16.rounding": KeyRule(
+        Verdict.INEXACT, "bf16 is rounded differently", _outside("training.optimizer", "adamw_bf16")
+    ),
     "training.qgalore": KeyRule(Verdict.INEXACT, _UPDATES, _IS_NOT_LOW_RANK),
     "training.qgalore.rank": _LOW_RANK_FORMAT,
     "training.qgalore.queue": _LOW_RANK_FORMAT,
@@ -321,7 +334,15 @@ RULES: Mapping[str, KeyRule] = {
     "memory.gradients": KeyRule(
         Verdict.INEXACT,
         "gradients are rounded differently",
-        (lambda old, new: "fp8" not in {_get(old, "memory.gradients"), _get(new, "memory.gradients")}, "both are fp32"),
+        (
+            lambda old, new: {"fp8", "bf16"}.isdisjoint({_get(old, "memory.gradients"), _get(new, "memory.gradients")}),
+            "both are fp32",
+        ),
+    ),
+    "memory.residual": KeyRule(
+        Verdict.INEXACT,
+        "the residual stream is rounded differently",
+        (lambda old, new: "bf16" not in {_get(old, "memory.residual"), _get(new, "memory.residual")}, "both are fp32"),
     ),
     "memory.loss_chunks": KeyRule(
         Verdict.INEXACT,

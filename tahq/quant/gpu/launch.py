@@ -13,6 +13,7 @@ import torch
 from triton.runtime import driver
 
 from tahq.quant.gpu.tiles import DAMAGED, FLAGGED, MARKED, MAX_MEASURED
+from tahq.quant.stochastic_rounding import key_halves
 from tahq.quant.stream import ALIGNMENT, Layout
 
 EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False, "num_stages": 1})
@@ -149,12 +150,6 @@ def _run(steps: Steps, tensors: Mapping[str, Any], key: int) -> None:
             needed = names.split()
             last = key_halves(key) if needed[-1] == "key" else ()
             launch(*(tensors[name] for name in needed if name != "key"), last=last)
-
-
-def key_halves(key: int) -> tuple[int, int]:
-    """The lower and the upper half of a key, as signed numbers, so that all have the same type for a kernel."""
-    low, high = ((key >> place & 0xFFFFFFFF) for place in (0, 32))
-    return (low ^ 2**31) - 2**31, (high ^ 2**31) - 2**31
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -328,6 +328,18 @@ def hash_words(counter, key_low, key_high):
 
 
 @triton.jit
+def rounded_to_bf16(values, counter, key_low, key_high):
+    """fp32 to bf16, as `stochastic_rounding.round_to_bf16` rounds it with the draw of a counter, int32."""
+    bits = values.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # a NaN keeps a bit that bf16 has; adding a draw could turn it into a number
+    result = tl.where(size > 0x7F800000, bits | 0x400000, bits)
+    draw = (hash_words(counter, key_low, key_high) >> 16).to(tl.int32)
+    result = tl.where(size < 0x7F800000, (bits + draw) & -0x10000, result)
+    return result.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
 def flip_signs(y, tiles, key_low, key_high, TILES: tl.constexpr, G: tl.constexpr):
     """y [TILES, G] with the sign of element i, of all tiles, changed where bit i mod 32 of the hash of ⌊i/32⌋ is set.
 
