@@ -13,6 +13,8 @@ COAT_FAMILIES = ("llama", "qwen2", "mistral")
 MIN_ELEMENTS = 4096
 Recompute = Literal["none", "swiglu", "norm", "ffn", "qkv", "att", "block"]
 """`memory.recompute`; each includes those before it."""
+Offload = Literal["residual", "m", "v", "master", "weights", "gradients"]
+"""What `memory.offload` may list."""
 EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
     "swiglu": ("mlp",),
     "norm": ("norms", "mlp"),
@@ -66,6 +68,10 @@ class MemoryConfig(Section):
     """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
     norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
     stages or by stage. `auto`: none, unless memory is what limits a plan. A run's config.yaml says what was chosen."""
+    offload: tuple[Offload, ...] | tuple[tuple[Offload, ...], ...] = ()
+    """What a stage keeps of its blocks in pinned host memory, with the same bits (LLMQ): `residual`, the residual
+    stream; of matrices `m` and `v`, optimizer moments, `gradients` between micro-batches, `master`, fp32 weights under
+    bf16, and `weights`, those that products read. On all stages, or a list for each."""
     activations: Literal["none", "coat", "agoq"] = "none"
     """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
     for all models."""
@@ -88,6 +94,11 @@ class MemoryConfig(Section):
                 "norms and the MLP's activation from what it stores; use recompute none or block"
             )
         return self
+
+    def offload_of(self, stage: int) -> frozenset[Offload]:
+        """What a stage keeps in host memory."""
+        by_stage = [each for each in self.offload if isinstance(each, tuple)]
+        return frozenset(by_stage[stage] if by_stage else (each for each in self.offload if isinstance(each, str)))
 
     def recompute_of(self, stage: int | None = None) -> Recompute:
         """A stage's level; None: the lowest of all stages, which keeps most. What is open is none."""

@@ -155,16 +155,20 @@ class _Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            if func is F.linear:
-                x, weight, bias = _linear_arguments(*args, **kwargs)
-                if isinstance(weight, nn.Parameter):
-                    return product(x, weight, bias, transposed=True, deferred=self._deferred)
-            elif func is torch.addmm and not kwargs:
-                bias, x, weight = args
-                if isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
-                    return product(x, weight, bias, transposed=False, deferred=self._deferred)
+        if func is F.linear:
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if _is_own(weight):
+                return product(x, weight, bias, transposed=True, deferred=self._deferred)
+        elif func is torch.addmm and not kwargs:
+            bias, x, weight = args
+            if _is_own(weight) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
+                return product(x, weight, bias, transposed=False, deferred=self._deferred)
         return func(*args, **kwargs)
+
+
+def _is_own(weight: torch.Tensor) -> bool:
+    """Whether a product is `product`: if its backward may be split, or the weight is not what it reads."""
+    return isinstance(weight, nn.Parameter) and (torch.is_grad_enabled() or hasattr(weight, "product_copy"))
 
 
 def _linear_arguments(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -225,7 +229,10 @@ class _Product(torch.autograd.Function):
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
-    """The weight in that dtype, made once if copies are shared."""
+    """The weight in that dtype, made once if copies are shared; its `product_copy`, if it has that."""
+    copy: torch.Tensor | None = getattr(weight, "product_copy", None)
+    if copy is not None and copy.dtype == dtype:
+        return copy
     if copies is None or weight.dtype == dtype:
         return weight.to(dtype)
     if (weight, dtype) not in copies:

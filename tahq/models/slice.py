@@ -17,10 +17,11 @@ import copy
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from tahq.errors import ModelError
 from tahq.models.deferred_gradients import (
     DeferredGradients,
+    WeightCopies,
     own_products,
     recording,
     shared_copies,
@@ -71,6 +73,9 @@ class Parts:
         return cls(range(blocks.start, blocks.stop), blocks.first, blocks.last)
 
 
+AroundBlock = Callable[[int, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
 class ModelSlice(nn.Module):
     """Part of a causal language model, bit-equal to that part of the whole model.
 
@@ -79,6 +84,8 @@ class ModelSlice(nn.Module):
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
     contexts while parts are computed again.
+    `around_block`: computes a block, given its place in the slice, a function that computes it, and that function's
+    argument; None: the function is called.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     """
 
@@ -88,6 +95,7 @@ class ModelSlice(nn.Module):
         self.parts = Parts.of(blocks)
         self.random = random
         self.checkpoint_blocks = False
+        self.around_block: AroundBlock | None = None
         self.owns_products = False
         self.loss_chunks = 1
         self.deferred: DeferredGradients | None = None
@@ -106,8 +114,9 @@ class ModelSlice(nn.Module):
         shared: dict[str, Any] = {}
         if self._rotary is not None and windows:
             shared["position_embeddings"] = self._rotary(hidden, _position_ids(hidden))
-        for window, block in zip(windows, self._part(self.spec.layout.blocks).children(), strict=True):
-            hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
+        for place, (window, block) in enumerate(zip(windows, self.blocks(), strict=True)):
+            run = partial(self._run, block, shared | {"attention_mask": masks[window]})
+            hidden = run(hidden) if self.around_block is None else self.around_block(place, run, hidden)
         if self.parts.head:
             with self._products():
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
@@ -138,9 +147,20 @@ class ModelSlice(nn.Module):
         """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
         return param.ndim >= 2
 
-    def materialise(self, device: torch.device) -> None:
-        """Allocate every parameter on `device`, uninitialised, and compute the buffers."""
-        self.to_empty(device=device)
+    def blocks(self) -> Iterator[nn.Module]:
+        """The slice's blocks, in order."""
+        return self._part(self.spec.layout.blocks).children()
+
+    def materialise(self, device: torch.device, placed: Callable[[nn.Module], None] = lambda block: None) -> None:
+        """Allocate every parameter on `device`, uninitialised, and compute the buffers; `placed`: after each block."""
+        blocks = self._part(self.spec.layout.blocks)
+        for block in self.blocks():
+            block.to_empty(device=device)
+            placed(block)
+        inner = set(blocks.modules())
+        for module in self.modules():
+            if module not in inner:
+                module.to_empty(device=device, recurse=False)
         layout = self.spec.layout
         if layout.rotary is not None:
             with torch.device("cpu"):
@@ -179,17 +199,22 @@ class ModelSlice(nn.Module):
         return hidden
 
     def _products(self) -> AbstractContextManager[object]:
-        return own_products(self.deferred, shared_copies()) if self.owns_products else recording(self.deferred)
+        return self._products_of(self.deferred, shared_copies())
 
-    def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        name, deferred, products = self.random.current, self.deferred, self._products()
+    def _products_of(
+        self, deferred: DeferredGradients | None, copies: WeightCopies | None
+    ) -> AbstractContextManager[object]:
+        return own_products(deferred, copies) if self.owns_products else recording(deferred)
+
+    def _run(self, block: nn.Module, arguments: Mapping[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+        name, deferred, copies = self.random.current, self.deferred, shared_copies()
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            return _computed(block, hidden, arguments, deferred, products)
+            return _computed(block, hidden, arguments, deferred, self._products_of(deferred, copies))
 
         def run_named(hidden: torch.Tensor) -> torch.Tensor:
             """Under the draw name of the first computation: other micro-batches ran in between."""
             with self.random.pinned(name):
-                return _computed(block, hidden, arguments, deferred, recording(deferred))
+                return _computed(block, hidden, arguments, deferred, self._products_of(deferred, copies))
 
         output: torch.Tensor = checkpoint(run_named, hidden, use_reentrant=False, preserve_rng_state=False)
         return output
@@ -243,18 +268,19 @@ def build_slice(
     random: RandomContext,
     weights: bool = True,
     filled: Callable[[int], None] = lambda numel: None,
+    placed: Callable[[nn.Module], None] = lambda block: None,
 ) -> ModelSlice:
     """Build a stage's slice, or any parts of a model, in fp32 on `device`.
 
     Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
     `weights` False leaves them uninitialised, to be read from a checkpoint. `filled` is called with the number of
-    elements of each parameter that has its values.
+    elements of each parameter that has its values, `placed` with each block that has memory, before the next one has.
 
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
     """
     model = ModelSlice(spec, blocks, random)
-    model.materialise(torch.device(device))
+    model.materialise(torch.device(device), placed)
     if weights:
         fill_weights(spec, model.canonical_parameters(), seed, filled)
     return model

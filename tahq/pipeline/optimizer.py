@@ -23,6 +23,7 @@ from tahq.memory.adam.loop import StateSpec, StateSpecs, has_ptx, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.subspace import LazyRule
+from tahq.memory.offload.host_part import host_part
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
@@ -214,6 +215,9 @@ def load_optimizer_tensors(
         optimizer.state.pop(parameter, None)
         if copies:
             optimizer.state[parameter] = copies
+        if (host := host_part(parameter)) is not None:
+            host.states.clear()
+            host.take_states(copies)
 
 
 def _checked_copy(spec: StateSpec, name: str, parameter: Parameter, value: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 import torch
 from torch.nn import Parameter
 
+from tahq.memory.adam.loop import AdamwLoop
 from tahq.memory.agoq.stored_gradients import (
     HoldsGradient,
     drop_gradient,
@@ -20,6 +21,7 @@ from tahq.memory.agoq.stored_gradients import (
     with_gradients,
 )
 from tahq.memory.galore.low_rank_weight import LowRankWeight
+from tahq.memory.offload.host_part import copy_for_products, filled_weight, host_gradient, host_part, kept_values
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.gradients import TiedEmbedding, squared_norm, squared_norms
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -125,9 +127,10 @@ class StageUpdate:
                 parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
             for weight in self._low_rank.values():
                 weight.on_gradient = self._step_alone
-        elif stores_gradients:
+        else:
             for holder in self._gradient_holders():
-                store_gradient(holder)
+                if stores_gradients or host_gradient(holder) is not None:
+                    store_gradient(holder)
 
     def begin(self, step: int) -> None:
         """Gradients from now on belong to this step."""
@@ -144,18 +147,26 @@ class StageUpdate:
 
     def weights_digest(self) -> str:
         """A hash of the sums over the bits of each parameter: equal where all weights are, and hardly elsewhere."""
-        words = (p.detach().contiguous().view(_WORDS[p.itemsize]) for p in self._parameters.values())
-        sums = torch.stack([each.sum(dtype=torch.int64) for each in words])
+        values = map(kept_values, self._parameters.values())
+        words = (each.contiguous().view(_WORDS[each.itemsize]) for each in values)
+        sums = torch.stack([each.sum(dtype=torch.int64).cpu() for each in words])
         return blake2b(repr(sums.tolist()).encode(), digest_size=16).hexdigest()
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
         scale_gradients(self._gradient_holders(), clip_factor)
         lr = self._set_rate(step)
-        for _ in with_gradients(self._parameters.values()):
+        hosts = {p: host for p in self._parameters.values() if (host := host_part(p)) is not None}
+        if isinstance(self.optimizer, AdamwLoop):  # its first step would make the states of all parameters
+            for parameter, host in hosts.items():
+                host.take_states(self.optimizer.states_of(parameter))
+        for part in with_gradients(self._parameters.values()):
             self.optimizer.step()
-        for part in with_gradients(self._low_rank.values()):
-            for weight in part:
+            for parameter in filter(hosts.__contains__, part):
+                hosts[parameter].take_states(self.optimizer.state.get(parameter, {}))
+                hosts[parameter].make_copy(parameter)
+        for weights in with_gradients(self._low_rank.values()):
+            for weight in weights:
                 weight.apply(step, lr, self._config.weight_decay)
         self.discard()
 
@@ -168,8 +179,11 @@ class StageUpdate:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer states, by their names in a checkpoint."""
-        weights = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
+        weights = {f"model/{name}": kept_values(p) for name, p in self._parameters.items()}
         states = optimizer_tensors(self.optimizer, self._parameters)
+        for name, parameter in self._parameters.items():
+            if (host := host_part(parameter)) is not None:
+                states |= {f"{state}/{name}": item.values for state, item in host.states.items()}
         for weight in self._low_rank.values():
             weights |= weight.weight_tensors()
             states |= weight.states()
@@ -179,7 +193,8 @@ class StageUpdate:
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
         """Restore weights and optimizer states, bit for bit, from a checkpoint with these names."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(read(f"model/{name}"))
+            filled_weight(parameter).copy_(read(f"model/{name}"))
+        copy_for_products(self._parameters.values())
         for weight in self._low_rank.values():
             weight.load(read)
         states = {}

@@ -26,6 +26,8 @@ from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
+from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.recompute import recompute
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
@@ -115,8 +117,12 @@ def chunk_module(
         whole_s = config.model.sleep.of(stage)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    module = _slice(config, spec, blocks, device, random, weights, filled)
+    which, memory = config.memory.offload_of(stage), HostMemory(device)
+    placed = partial(place_on_host, which=which, memory=memory, bf16=computes_in_bf16(config, device))
+    module = _slice(config, spec, blocks, device, random, weights, filled, placed if which else None)
     keep_as_configured(config, module, stage)
+    if which:
+        offload_blocks(module, which, memory)
     return module
 
 
@@ -128,9 +134,13 @@ def _slice(
     random: RandomContext,
     weights: bool,
     filled: Callable[[int], None] = lambda numel: None,
+    placed: Callable[[torch.nn.Module], None] | None = None,
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
-    build = build_slice if settings is None else partial(build_low_rank_slice, settings=settings)
+    if settings is not None:
+        build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings)
+    else:
+        build = build_slice if placed is None else partial(build_offloaded_slice, placed=placed)
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 

@@ -1,0 +1,158 @@
+"""The part of a parameter that is in host memory: its values, the copy that products read, its states, its gradient.
+
+`HostPart` is the parameter's attribute `host`; a parameter without it is on its device as a whole.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from tahq.memory.config import Offload
+from tahq.memory.offload.host_memory import HostMemory, Loan, Offloaded, lent
+from tahq.models.weights import FilledWeight
+
+COPIED = torch.bfloat16
+_SECOND = "exp_avg_sq"
+
+
+class HostGradient:
+    """A parameter's gradient, summed in fp32 on the device and kept on the host between micro-batches.
+
+    It is multiplied when it is read, by one factor after the other, as a gradient on the device would have been.
+    """
+
+    def __init__(self, parameter: Parameter, memory: HostMemory) -> None:
+        self._memory = memory
+        self._sum = torch.empty(parameter.shape, device=parameter.device)
+        self.item = Offloaded(self._sum, memory)
+        self.item.release()
+        self._factors: list[float] = []
+        self.is_there = False
+        """Whether there is one."""
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a micro-batch's gradient."""
+        if self.is_there:
+            self.lent().add_(gradient)
+            self._factors.clear()
+        else:
+            self.item.allocate()
+            self._sum.copy_(gradient)
+        self.is_there = True
+        self._memory.let_go(self.item)
+
+    def scale(self, factor: float) -> None:
+        """Multiply it."""
+        if self.is_there:
+            self._factors.append(factor)
+
+    def drop(self) -> None:
+        """Forget it."""
+        self.is_there = False
+        self._factors.clear()
+
+    def lent(self) -> torch.Tensor:
+        """The gradient on the device, until `item` is released; what changes there is not kept."""
+        self.item.fetch()
+        self.item.wait()
+        for factor in self._factors:
+            self._sum.mul_(factor)
+        return self._sum
+
+    def copy(self) -> torch.Tensor:
+        """A copy of it on the device."""
+        gradient = self.lent().clone()
+        self.item.release()
+        return gradient
+
+
+class HostPart:
+    """What of one parameter is in host memory.
+
+    Args:
+        parameter: on its device.
+        which: `memory.offload`.
+        bf16: whether products read bf16 copies. `master` keeps the values themselves on the host, and so does `weights`
+            if there are no copies; `weights` also keeps the copies there.
+    """
+
+    def __init__(self, parameter: Parameter, which: Collection[Offload], memory: HostMemory, *, bf16: bool) -> None:
+        self._which, self._memory = which, memory
+        self.states: dict[str, Offloaded] = {}
+        """By name, such as `exp_avg`."""
+        self.gradient = HostGradient(parameter, memory) if "gradients" in which else None
+        self.values = self._away(parameter) if "master" in which or ("weights" in which and not bf16) else None
+        self.copy: torch.Tensor | None = None
+        self.product: Offloaded | None = self.values
+        """What products read, where it is on the host."""
+        if bf16 and ("master" in which or "weights" in which):
+            self.copy = torch.empty(parameter.shape, dtype=COPIED, device=parameter.device)
+            parameter.product_copy = self.copy  # type: ignore[attr-defined]
+            self.product = self._away(self.copy) if "weights" in which else None
+
+    def _away(self, tensor: torch.Tensor) -> Offloaded:
+        item = Offloaded(tensor, self._memory)
+        item.release()
+        return item
+
+    def take_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Move a parameter's optimizer states to the host, unless they are there."""
+        for name, state in states.items():
+            moment: Offload = "v" if name.startswith(_SECOND) else "m"
+            if name not in self.states and name != "step" and moment in self._which:
+                item = self.states[name] = Offloaded(state, self._memory)
+                item.store()
+                item.release()
+
+    def loans(self) -> list[Loan]:
+        """What an update needs."""
+        loans = [*map(Loan, self.states.values()), *self.loans_of_copy(writes=True)]
+        if self.gradient is not None and self.gradient.is_there:
+            loans.append(Loan(self.gradient.item, writes=False))
+        return loans
+
+    def loans_of_copy(self, *, writes: bool = False) -> list[Loan]:
+        """What `make_copy` needs; `writes`: of an update, which changes the values."""
+        loans = [] if self.values is None else [Loan(self.values, writes=writes)]
+        if self.product is not None and self.product is not self.values:
+            loans.append(Loan(self.product, reads=False))
+        return loans
+
+    def make_copy(self, parameter: Parameter) -> None:
+        """Make the copy that products read, if there is one."""
+        if self.copy is not None:
+            self.copy.copy_(parameter.detach())
+
+
+def host_part(holder: Any) -> HostPart | None:
+    """The part of a parameter in host memory, if there is any."""
+    part: HostPart | None = getattr(holder, "host", None)
+    return part
+
+
+def host_gradient(holder: Any) -> HostGradient | None:
+    """A parameter's gradient in host memory, if that is its place."""
+    part = host_part(holder)
+    return None if part is None else part.gradient
+
+
+def kept_values(parameter: Parameter) -> torch.Tensor:
+    """A parameter's values, wherever they are."""
+    part = host_part(parameter)
+    return parameter.detach() if part is None or part.values is None else part.values.values
+
+
+def filled_weight(parameter: Parameter) -> FilledWeight:
+    """What takes a parameter's new values, wherever they are; `copy_for_products` is due afterwards."""
+    part = host_part(parameter)
+    return parameter if part is None or part.values is None else part.values
+
+
+@torch.no_grad()
+def copy_for_products(parameters: Iterable[Parameter]) -> None:
+    """Make the copies that products read, where they are kept, after the parameters have changed."""
+    pairs = [(each, part) for each in parameters if (part := host_part(each)) is not None and part.copy is not None]
+    for _, (parameter, part) in zip(lent(part.loans_of_copy() for _, part in pairs), pairs, strict=True):
+        part.make_copy(parameter)

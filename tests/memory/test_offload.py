@@ -1,0 +1,237 @@
+"""Offloading: bits, and what is left on the device."""
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import get_args
+
+import pytest
+import torch
+from support.samples import normal
+from support.small_slices import MICRO_BATCH, SEQ_LEN, make_spec
+
+from tahq.memory.agoq import stored_gradients
+from tahq.memory.config import Offload, Recompute
+from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
+from tahq.memory.offload.host_memory import HostMemory
+from tahq.memory.recompute import recompute
+from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice, sharing_copies_of
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.update import StageUpdate
+
+OPTIONS = get_args(Offload)
+EACH_AND_PAIRS = [(each,) for each in OPTIONS] + list(combinations(OPTIONS, 2)) + [OPTIONS]
+STEPS, IN_FLIGHT = 3, 3
+
+
+class Trained:
+    """Some steps of a stage in the middle of a model, several micro-batches in flight."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        which: Iterable[Offload],
+        *,
+        level: Recompute = "none",
+        bf16: bool = False,
+        is_split: bool = False,
+        optimizer: str = "adamw",
+        fp8_gradients: bool = False,
+        device: str = "cpu",
+        steps: int = STEPS,
+        num_blocks: int = 4,
+    ) -> None:
+        self.device, self.bf16, self.is_split = torch.device(device), bf16, is_split
+        which, memory = frozenset(which), HostMemory(self.device)
+        blocks, keys = (
+            BlockRange(0, num_blocks, num_blocks + 2),
+            {"seed": 0, "device": self.device, "random": RandomContext(0)},
+        )
+        if which:
+            self.module = build_offloaded_slice(
+                *(spec, blocks),
+                **keys,
+                weights=True,
+                filled=lambda numel: None,
+                placed=lambda block: place_on_host(block, which, memory, bf16=bf16),
+            )
+        else:
+            self.module = build_slice(spec, blocks, **keys)
+        recompute(self.module.train(), level)
+        if which:
+            offload_blocks(self.module, which, memory)
+        self.memory = memory
+        config = TrainingConfig.model_validate({"optimizer": optimizer, "lr": 1e-2})
+        self.update = StageUpdate(
+            *(config, self.module.canonical_parameters(), self.module.is_decayed, STEPS), stores_gradients=fp8_gradients
+        )
+        self.outputs: list[torch.Tensor] = []
+        self.norms: list[float] = []
+        for step in range(steps):
+            self.step(step)
+
+    def step(self, step: int) -> None:
+        self.update.begin(step)
+        with sharing_copies_of([self.module]):
+            flights = [self.forward(step * IN_FLIGHT + number) for number in range(IN_FLIGHT)]
+            for y, _ in flights:
+                y.backward(normal(y.shape, seed=1).to(self.device))
+            for _, deferred in flights if self.is_split else ():
+                deferred.run()
+        self.norms += self.update.squared_norms()
+        self.update.apply(step, 0.37)
+        self.module.eval()
+        with torch.no_grad():
+            self.outputs.append(self.forward(0)[0])
+        self.module.train()
+
+    def forward(self, seed: int) -> tuple[torch.Tensor, DeferredGradients | None]:
+        tokens = torch.randint(100, (MICRO_BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
+        self.module.deferred = deferred = DeferredGradients() if self.is_split and self.module.training else None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            y = self.module(tokens.to(self.device)).float()
+        if torch.is_grad_enabled():
+            self.outputs.append(y.detach())
+        return y, deferred
+
+    def found(self) -> dict[str, torch.Tensor]:
+        outputs = {f"output/{number}": y for number, y in enumerate(self.outputs)}
+        return outputs | {"norms": torch.tensor(self.norms)} | self.update.tensors()
+
+
+def check_bits(spec: ModelSpec, which: Iterable[Offload], **keys) -> None:
+    plain, offloaded = Trained(spec, (), **keys).found(), Trained(spec, which, **keys).found()
+    assert plain.keys() == offloaded.keys()
+    assert [name for name in plain if not torch.equal(plain[name].cpu(), offloaded[name].cpu())] == []
+
+
+@pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
+    if bf16 or "master" not in which:
+        check_bits(make_spec("llama", num_layers=6), which, bf16=bf16)
+
+
+@pytest.mark.parametrize("level", get_args(Recompute))
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split):
+    spec = make_spec(family, num_layers=6, dropout=0.1 if family == "gpt2" else 0.0)
+    check_bits(spec, OPTIONS, level=level, is_split=is_split, bf16=True, steps=2)
+    check_bits(spec, ["residual", "weights"], level=level, is_split=is_split, steps=1)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16"])
+def test_every_optimizer_gets_its_states_from_the_host(optimizer):
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True)
+
+
+def test_gradients_in_8_bits_combine_with_states_on_the_host():
+    check_bits(make_spec("llama", num_layers=6), ["m", "v", "weights"], fp8_gradients=True)
+
+
+def test_parts_of_an_update_have_the_same_bits(monkeypatch):
+    monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 5000)
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, bf16=True)
+
+
+def test_a_checkpoint_is_loaded_with_and_without_offload():
+    spec = make_spec("llama", num_layers=6)
+    whole = Trained(spec, (), bf16=True).found()
+    for before, after in ((OPTIONS, ()), ((), OPTIONS), (OPTIONS, OPTIONS)):
+        saved = {
+            name: tensor.clone() for name, tensor in Trained(spec, before, bf16=True, steps=2).update.tensors().items()
+        }
+        resumed = Trained(spec, after, bf16=True, steps=1)
+        resumed.update.load(saved.__getitem__, set(saved))
+        resumed.step(2)
+        found = resumed.update.tensors()
+        assert [name for name in found if not torch.equal(found[name], whole[name])] == []
+
+
+def test_the_digest_is_that_of_weights_on_the_device():
+    spec = make_spec("llama", num_layers=6)
+    plain, offloaded = (Trained(spec, which, bf16=True).update.weights_digest() for which in ((), OPTIONS))
+    assert plain == offloaded
+
+
+def device_nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def test_only_the_last_block_that_computed_is_on_the_device():
+    trained = Trained(make_spec("llama", num_layers=6), OPTIONS, bf16=True)
+    matrices = [[each for each in block.parameters() if each.ndim > 1] for block in trained.module.blocks()]
+    every = [each for block in matrices for each in block]
+    states = (state for each in every for name, state in trained.update.optimizer.state[each].items() if name != "step")
+    assert device_nbytes(every) == device_nbytes(states) == 0
+    assert all(each.grad is None for each in every)
+    assert [device_nbytes(each.product_copy for each in block) > 0 for block in matrices] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize(("level", "num_kept"), [("none", 2), ("ffn", 2), ("att", 2), ("block", 1)])
+def test_the_residual_stream_is_away_between_forward_and_backward(level, num_kept):
+    spec, kept = make_spec("llama", num_layers=6), []
+    for which in ((), ("residual",)):
+        trained, saved = Trained(spec, which, level=level, steps=0), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):  # noqa: B023
+            trained.forward(0)
+        kept.append(device_nbytes(saved))
+    tensor = 4 * MICRO_BATCH * SEQ_LEN * spec.hidden_size
+    assert kept[0] - kept[1] == (4 * num_kept - 1) * tensor  # one is on its way
+
+
+@pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
+def test_memory_does_not_grow_after_the_first_step(which):
+    trained = Trained(make_spec("llama", num_layers=6), which, bf16=True, steps=1)
+    nbytes = trained.memory.nbytes
+    trained.step(1)
+    trained.step(2)
+    assert trained.memory.nbytes == nbytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_bits_are_equal_on_cuda(which, is_split):
+    check_bits(make_spec("llama", num_layers=6), which, bf16=True, is_split=is_split, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", get_args(Recompute))
+def test_bits_are_equal_on_cuda_at_every_level(level):
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, level=level, bf16=True, device="cuda")
+    check_bits(make_spec("gpt2", num_layers=6), ["residual", "weights", "m"], level=level, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["fp8_adamw", "adamw8bit", "adamw_bf16"])
+def test_bits_are_equal_on_cuda_with_every_optimizer(optimizer):
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("which", "bytes_per_weight"),
+    [(("m", "v"), 8), (("gradients",), 4), (("master",), 4), (("master", "weights"), 6), (OPTIONS, 18)],
+    ids=str,
+)
+def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight):
+    spec, peaks = make_spec("llama", num_layers=14, hidden_size=256), []
+    for each in ((), which):
+        torch.cuda.empty_cache()
+        trained = Trained(spec, each, bf16=True, device="cuda", steps=1, num_blocks=12)
+        by_step = []
+        for step in (1, 2):
+            torch.cuda.reset_peak_memory_stats()
+            trained.step(step)
+            by_step.append(torch.cuda.max_memory_allocated())
+        assert by_step[0] == by_step[1]
+        peaks.append(by_step[1])
+        weights = sum(p.numel() for block in trained.module.blocks() for p in block.parameters() if p.ndim > 1)
+        del trained
+    # two blocks' worth, and a part of the update, may be on the device
+    assert peaks[0] - peaks[1] > 0.6 * bytes_per_weight * weights
