@@ -15,6 +15,10 @@ Recompute = Literal["none", "swiglu", "norm", "ffn", "qkv", "att", "block"]
 """`memory.recompute`; each includes those before it."""
 Offload = Literal["residual", "m", "v", "master", "weights", "gradients"]
 """What `memory.offload` may list."""
+NEEDS_BF16 = (
+    "master keeps fp32 weights on the host beside bf16 copies on the device, but products in fp32 read the weights "
+    "themselves; offload weights instead, or set training.precision: bf16"
+)
 EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
     "swiglu": ("mlp",),
     "norm": ("norms", "mlp"),
@@ -93,12 +97,35 @@ class MemoryConfig(Section):
                 f"recompute {refused} does not combine with activations {self.activations}, which recomputes "
                 "norms and the MLP's activation from what it stores; use recompute none or block"
             )
+        offload = self.all_offload
+        if "residual" in offload and self.activations != "none" and set(levels) != {"block"}:
+            raise ValueError(
+                f"offload residual does not combine with activations {self.activations}, which stores the residual "
+                "stream in another form; use recompute block, or leave residual out"
+            )
+        if self.activations == "coat" and not offload.isdisjoint(("master", "weights")):
+            raise ValueError(
+                "offload master and weights do not combine with activations coat, which codes the fp32 weights in FP8 "
+                "for each product; offload m, v or gradients, or use another kind of activations"
+            )
+        if "gradients" in offload and self.gradients == "fp8":
+            raise ValueError(
+                "offload gradients keeps gradients in fp32 on the host, gradients: fp8 in codes on the device; choose "
+                "one of them"
+            )
         return self
 
-    def offload_of(self, stage: int) -> frozenset[Offload]:
-        """What a stage keeps in host memory."""
-        by_stage = [each for each in self.offload if isinstance(each, tuple)]
-        return frozenset(by_stage[stage] if by_stage else (each for each in self.offload if isinstance(each, str)))
+    @property
+    def all_offload(self) -> frozenset[Offload]:
+        """What at least one stage keeps in host memory."""
+        return frozenset(name for each in self.offload for name in ((each,) if isinstance(each, str) else each))
+
+    def offload_of(self, stage: int | None = None) -> frozenset[Offload]:
+        """What a stage keeps in host memory; None: what all stages keep there."""
+        by_stage = [frozenset(each) for each in self.offload if isinstance(each, tuple)]
+        if not by_stage:
+            return self.all_offload
+        return frozenset.intersection(*by_stage) if stage is None else by_stage[stage]
 
     def recompute_of(self, stage: int | None = None) -> Recompute:
         """A stage's level; None: the lowest of all stages, which keeps most. What is open is none."""

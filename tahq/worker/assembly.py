@@ -7,6 +7,7 @@ configuration only, `connect` needs the plan and the transports.
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,10 +25,12 @@ from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.config import NEEDS_BF16, Offload
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
 from tahq.memory.offload.host_memory import HostMemory
+from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
@@ -84,6 +87,14 @@ def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
+def offloaded(config: ClusterConfig, stage: int, device: torch.device) -> frozenset[Offload]:
+    """What a stage on this device keeps in host memory; ConfigError: nothing would be there for products."""
+    which = config.memory.offload_of(stage)
+    if "master" in which and not computes_in_bf16(config, device):
+        raise ConfigError(f"stage {stage}: memory.offload: {NEEDS_BF16}; this stage computes in fp32 on {device}")
+    return which
+
+
 def snapshots_folder(config: ClusterConfig) -> Path:
     """Where a run's checkpoints lie on this machine."""
     return Path(config.run.dir) / config.run.name / "snapshots"
@@ -117,7 +128,7 @@ def chunk_module(
         whole_s = config.model.sleep.of(stage)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    which, memory = config.memory.offload_of(stage), HostMemory(device)
+    which, memory = offloaded(config, stage, device), HostMemory(device)
     placed = partial(place_on_host, which=which, memory=memory, bf16=computes_in_bf16(config, device))
     module = _slice(config, spec, blocks, device, random, weights, filled, placed if which else None)
     keep_as_configured(config, module, stage)
@@ -250,7 +261,7 @@ class Assembly:
             arithmetic_changes=self._arithmetic_changes(),
             start_step=self.assign.start_step,
             files_address=files_address,
-            memory_nbytes=free_bytes(self.device) + sum(p.nbytes for module in modules for p in module.parameters()),
+            memory_nbytes=free_bytes(self.device) + sum(map(device_nbytes, chain(*(m.parameters() for m in modules)))),
         )
 
     def connect(

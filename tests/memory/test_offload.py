@@ -1,6 +1,7 @@
 """Offloading: bits, and what is left on the device."""
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import combinations
 from typing import get_args
 
@@ -11,19 +12,23 @@ from support.small_slices import MICRO_BATCH, SEQ_LEN, make_spec
 
 from tahq.memory.agoq import stored_gradients
 from tahq.memory.config import Offload, Recompute
+from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
 from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.recompute import recompute
+from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice, sharing_copies_of
 from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.pipeline.update import StageUpdate
 
 OPTIONS = get_args(Offload)
-EACH_AND_PAIRS = [(each,) for each in OPTIONS] + list(combinations(OPTIONS, 2)) + [OPTIONS]
+EACH = [*((each,) for each in OPTIONS), OPTIONS]
+EACH_AND_PAIRS = [*EACH, *combinations(OPTIONS, 2)]
 STEPS, IN_FLIGHT = 3, 3
 
 
@@ -64,7 +69,7 @@ class Trained:
         if which:
             offload_blocks(self.module, which, memory)
         self.memory = memory
-        config = TrainingConfig.model_validate({"optimizer": optimizer, "lr": 1e-2})
+        self.config = config = TrainingConfig.model_validate({"optimizer": optimizer, "lr": 1e-2})
         self.update = StageUpdate(
             *(config, self.module.canonical_parameters(), self.module.is_decayed, STEPS), stores_gradients=fp8_gradients
         )
@@ -116,7 +121,7 @@ def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
 
 
 @pytest.mark.parametrize("level", get_args(Recompute))
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split):
     spec = make_spec(family, num_layers=6, dropout=0.1 if family == "gpt2" else 0.0)
@@ -181,10 +186,10 @@ def test_the_residual_stream_is_away_between_forward_and_backward(level, num_kep
             trained.forward(0)
         kept.append(device_nbytes(saved))
     tensor = 4 * MICRO_BATCH * SEQ_LEN * spec.hidden_size
-    assert kept[0] - kept[1] == (4 * num_kept - 1) * tensor  # one is on its way
+    assert kept[0] - kept[1] == 3 * num_kept * tensor  # the last block's is on its way
 
 
-@pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
+@pytest.mark.parametrize("which", EACH, ids="+".join)
 def test_memory_does_not_grow_after_the_first_step(which):
     trained = Trained(make_spec("llama", num_layers=6), which, bf16=True, steps=1)
     nbytes = trained.memory.nbytes
@@ -235,3 +240,33 @@ def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight):
         del trained
     # two blocks' worth, and a part of the update, may be on the device
     assert peaks[0] - peaks[1] > 0.6 * bytes_per_weight * weights
+
+
+@pytest.mark.parametrize("which", EACH, ids="+".join)
+@pytest.mark.parametrize(("bf16", "level"), [(True, "none"), (True, "block"), (False, "att")])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_host_memory_is_what_is_estimated(which, bf16, level, optimizer):
+    if not bf16 and "master" in which:
+        return
+    spec = make_spec("llama", num_layers=6)
+    trained = Trained(spec, which, bf16=bf16, level=level, optimizer=optimizer, steps=1)
+    blocks, estimates = BlockRange(0, 4, 6), []
+    for each in ((), which):
+        numbers = StepNumbers(
+            shape=MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, recompute=level),
+            in_flight=IN_FLIGHT,
+            optimizer_nbytes=partial(optimizer_nbytes, trained.config),
+            frame_nbytes=0,
+            offload=each,
+            moments_nbytes=partial(optimizer_nbytes, trained.config, moments=each),
+        )
+        estimates.append(stage_memory(spec, blocks, numbers))
+    plain, offloaded = estimates
+    assert trained.memory.nbytes == offloaded.host_total
+    assert plain.snapshot == offloaded.snapshot
+    moved = {name: nbytes - offloaded.kinds()[name] for name, nbytes in plain.kinds().items()}
+    assert moved["optimizer"] == offloaded.host_optimizer
+    assert moved["activations"] == offloaded.host_activations
+    assert moved["gradients"] == offloaded.host_gradients
+    # at the level `block` the copies of one block are counted otherwise
+    assert level == "block" or moved["weights"] == offloaded.host_weights

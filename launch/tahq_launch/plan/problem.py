@@ -1,7 +1,7 @@
 """The planner's problem, from a cluster.yaml, numbers of hosts and the options of `tahq plan`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -10,9 +10,10 @@ from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
-from tahq.memory.estimate import StepNumbers, stage_memory
+from tahq.memory.estimate import StepNumbers, keeps_copies, on_host, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
+    MicroBatchShape,
     copied_by_block,
     copied_by_head,
     deferred_by_block,
@@ -146,12 +147,10 @@ def _computes_bf16(config: ClusterConfig) -> bool:
 def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
     bf16 = _computes_bf16(config)
-    keeps_copies = config.memory.recompute_of() != "block" and bf16
-    numbers = StepNumbers(
-        shape=micro_batch_shape(config, spec, 1, bf16=keeps_copies),
-        in_flight=0,
+    counts_copies = config.memory.recompute_of() != "block" or keeps_copies(config.memory.offload_of())
+    numbers = replace(
+        _offload_numbers(config, micro_batch_shape(config, spec, 1, bf16=bf16 and counts_copies)),
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
-        frame_nbytes=0,
         kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
@@ -159,6 +158,19 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
     )
     memory = stage_memory(spec, blocks, numbers)
     return float(memory.weights + memory.gradients + memory.optimizer)
+
+
+def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbers:
+    """With what all stages offload."""
+    which = config.memory.offload_of()
+    return StepNumbers(
+        shape=shape,
+        in_flight=0,
+        optimizer_nbytes=lambda shapes: 0,
+        frame_nbytes=0,
+        offload=which,
+        moments_nbytes=partial(optimizer_nbytes, config.training, moments=which),
+    )
 
 
 def _weights_nbytes(spec: ModelSpec, blocks: BlockRange) -> float:
@@ -189,6 +201,14 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _largest_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
+    if copies and not keeps_copies(config.memory.offload_of()):
+        again += copied_by_block(spec, shape)
+    host = on_host(spec, BlockRange(0, spec.num_layers, spec.num_layers), _offload_numbers(config, shape))
+    saved -= host.stream
+
+    def workspace(nbytes: int) -> int:
+        return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update)
+
     return HeldBytes(
         block=saved,
         first=saved_by_embedding(spec, shape),
@@ -197,8 +217,8 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         last_put_off=max(0, deferred[1] - head_kept),
         stage=rotary_tables(spec, shape),
         tensor=tensor,
-        workspace=head_workspace(spec, shape) + matrix * head + gradient,
-        again=again + (copied_by_block(spec, shape) if copies else 0) + matrix * largest + gradient,
+        workspace=workspace(head_workspace(spec, shape) + matrix * head),
+        again=workspace(again + matrix * largest),
     )
 
 

@@ -89,18 +89,14 @@ class BlockOffload:
         output = compute(hidden)
         if torch.is_grad_enabled():
             if self._keeps_stream:
-                self._kept[place] = [self._put_away(each) for each in (hidden, *self._inner)]
+                self._kept[place] = [Offloaded(each, self._memory) for each in (hidden, *self._inner)]
+                self._memory.let_go(*self._kept[place])
             output.register_hook(partial(self._before_backward, self._kept, place))  # type: ignore[no-untyped-call]
         self._inner.clear()
         return output
 
     def _note(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inner.append(inputs[0])
-
-    def _put_away(self, tensor: torch.Tensor) -> Offloaded:
-        item = Offloaded(tensor, self._memory)
-        self._memory.let_go(item)
-        return item
 
     def _before_backward(self, kept: Kept, place: int, gradient: torch.Tensor) -> None:
         """Called with the gradient of a block's output."""

@@ -49,7 +49,7 @@ class HostMemory:
         """Bytes allocated so far."""
         self._rooms: list[torch.Tensor] = []
         self._free: dict[int, list[HostBuffer]] = {}
-        self._leaving: Offloaded | None = None
+        self._leaving: list[Offloaded] = []
         is_cuda = device.type == "cuda"
         self.streams = tuple(torch.cuda.Stream(device) for _ in range(2)) if is_cuda else None  # type: ignore[no-untyped-call]
         """To the host, and from it."""
@@ -63,17 +63,19 @@ class HostMemory:
         """Let a buffer be used again, behind its last copy."""
         self._free.setdefault(buffer.data.numel(), []).append(buffer)
 
-    def let_go(self, item: "Offloaded") -> None:
-        """Copy a tensor to the host, and release it when the next one is let go, so that nothing waits for the copy."""
-        item.store()
-        before, self._leaving = self._leaving, item
-        if before is not None:
-            before.release()
+    def let_go(self, *items: "Offloaded") -> None:
+        """Copy tensors to the host, and release them when the next ones are let go: what computes then need not wait
+        for the copies."""
+        for item in items:
+            item.store()
+        before, self._leaving = self._leaving, [*items]
+        for item in before:
+            item.release()
 
     def keep(self, item: "Offloaded") -> None:
         """Do not release a tensor that was let go."""
-        if self._leaving is item:
-            self._leaving = None
+        if item in self._leaving:
+            self._leaving.remove(item)
 
     def _allocated(self, nbytes: int) -> torch.Tensor:
         if self.streams is None:

@@ -14,7 +14,6 @@ from tahq.memory.offload.host_memory import HostMemory, Loan, Offloaded, lent
 from tahq.models.weights import FilledWeight
 
 COPIED = torch.bfloat16
-_SECOND = "exp_avg_sq"
 
 
 class HostGradient:
@@ -100,8 +99,7 @@ class HostPart:
     def take_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Move a parameter's optimizer states to the host, unless they are there."""
         for name, state in states.items():
-            moment: Offload = "v" if name.startswith(_SECOND) else "m"
-            if name not in self.states and name != "step" and moment in self._which:
+            if name not in self.states and name != "step" and moment_of(name) in self._which:
                 item = self.states[name] = Offloaded(state, self._memory)
                 item.store()
                 item.release()
@@ -126,6 +124,11 @@ class HostPart:
             self.copy.copy_(parameter.detach())
 
 
+def moment_of(state: str) -> Offload:
+    """The moment, `m` or `v`, that an optimizer's state of this name belongs to."""
+    return "v" if state.startswith("exp_avg_sq") else "m"
+
+
 def host_part(holder: Any) -> HostPart | None:
     """The part of a parameter in host memory, if there is any."""
     part: HostPart | None = getattr(holder, "host", None)
@@ -142,6 +145,13 @@ def kept_values(parameter: Parameter) -> torch.Tensor:
     """A parameter's values, wherever they are."""
     part = host_part(parameter)
     return parameter.detach() if part is None or part.values is None else part.values.values
+
+
+def device_nbytes(parameter: Parameter) -> int:
+    """Bytes of a parameter, and of its copy for products, that are on its device now."""
+    part = host_part(parameter)
+    tensors = (parameter,) if part is None or part.copy is None else (parameter, part.copy)
+    return sum(each.untyped_storage().nbytes() for each in tensors)
 
 
 def filled_weight(parameter: Parameter) -> FilledWeight:
