@@ -145,6 +145,10 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             ["memory.offload=[residual, m]", "training.optimizer=qgalore"],
             "memory.offload: training.optimizer qgalore keeps weights, gradients and moments of attention and MLP in a",
         ),
+        (
+            ["memory.offload=[gradients]", "pipeline.replicas=2"],
+            "memory.offload: gradients are on the host, but replicas",
+        ),
         (["memory.offload=[master]", "training.precision=fp32"], "master keeps fp32 weights on the host beside bf16"),
         (["memory.offload=[gradients]", "memory.gradients=fp8"], "offload gradients keeps gradients in fp32 on the"),
         (

@@ -254,6 +254,11 @@ class ClusterConfig(Section):
                 )
         if "master" in offload and self.training.precision == "fp32":
             raise ValueError(f"memory.offload: {NEEDS_BF16}; training.precision is fp32")
+        if "gradients" in offload and self.pipeline.replicas > 1:
+            raise ValueError(
+                "memory.offload: gradients are on the host, but replicas (pipeline.replicas) sum them in pieces on the "
+                "device; leave gradients out or use pipeline.replicas 1"
+            )
         if self.training.is_low_rank and offload - {"residual"}:
             raise ValueError(
                 f"memory.offload: training.optimizer {optimizer} keeps weights, gradients and moments of attention and "

@@ -1,6 +1,6 @@
 """Offloading: bits, and what is left on the device."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import combinations
 from typing import get_args
@@ -14,7 +14,7 @@ from tahq.memory.agoq import stored_gradients
 from tahq.memory.config import Offload, Recompute
 from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
-from tahq.memory.offload.host_memory import HostMemory
+from tahq.memory.offload.host_memory import HostBuffer, HostMemory
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.models.deferred_gradients import DeferredGradients
@@ -30,6 +30,29 @@ OPTIONS = get_args(Offload)
 EACH = [*((each,) for each in OPTIONS), OPTIONS]
 EACH_AND_PAIRS = [*EACH, *combinations(OPTIONS, 2)]
 STEPS, IN_FLIGHT = 3, 3
+
+
+class LateMemory(HostMemory):
+    """Copies at the last moment that is allowed on CUDA: when something waits for it, or another copy is behind it.
+
+    So a value that is read before its copy is waited for, or overwritten before it is copied, is wrong.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._late: dict[int, Callable[[], None]] = {}
+
+    def begin_copy(self, buffer: HostBuffer, on_device: torch.Tensor, *, to_host: bool) -> None:
+        self.finish(buffer)
+        if not to_host:
+            on_device.fill_(0xFF)  # NaN
+        self._late[id(buffer)] = partial(super().begin_copy, buffer, on_device, to_host=to_host)
+
+    def wait_for(self, buffer: HostBuffer) -> None:
+        self.finish(buffer)
+
+    def finish(self, buffer: HostBuffer) -> None:
+        self._late.pop(id(buffer), lambda: None)()
 
 
 class Trained:
@@ -48,9 +71,10 @@ class Trained:
         device: str = "cpu",
         steps: int = STEPS,
         num_blocks: int = 4,
+        memory: type[HostMemory] = HostMemory,
     ) -> None:
         self.device, self.bf16, self.is_split = torch.device(device), bf16, is_split
-        which, memory = frozenset(which), HostMemory(self.device)
+        which, self.memory = frozenset(which), memory(self.device)
         blocks, keys = (
             BlockRange(0, num_blocks, num_blocks + 2),
             {"seed": 0, "device": self.device, "random": RandomContext(0)},
@@ -61,14 +85,13 @@ class Trained:
                 **keys,
                 weights=True,
                 filled=lambda numel: None,
-                placed=lambda block: place_on_host(block, which, memory, bf16=bf16),
+                placed=lambda block: place_on_host(block, which, self.memory, bf16=bf16),
             )
         else:
             self.module = build_slice(spec, blocks, **keys)
         recompute(self.module.train(), level)
         if which:
-            offload_blocks(self.module, which, memory)
-        self.memory = memory
+            offload_blocks(self.module, which, self.memory)
         self.config = config = TrainingConfig.model_validate({"optimizer": optimizer, "lr": 1e-2})
         self.update = StageUpdate(
             *(config, self.module.canonical_parameters(), self.module.is_decayed, STEPS), stores_gradients=fp8_gradients
@@ -132,6 +155,18 @@ def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split)
 @pytest.mark.parametrize("optimizer", ["sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16"])
 def test_every_optimizer_gets_its_states_from_the_host(optimizer):
     check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True)
+
+
+@pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_nothing_is_read_or_overwritten_before_its_copy_is_waited_for(which, is_split):
+    check_bits(make_spec("llama", num_layers=6), which, bf16=True, is_split=is_split, steps=2, memory=LateMemory)
+
+
+@pytest.mark.parametrize("level", get_args(Recompute))
+def test_late_copies_give_the_same_bits_at_every_level(level, monkeypatch):
+    monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 5000)
+    check_bits(make_spec("gpt2", num_layers=6), OPTIONS, level=level, bf16=True, memory=LateMemory)
 
 
 def test_gradients_in_8_bits_combine_with_states_on_the_host():

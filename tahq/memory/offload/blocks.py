@@ -89,7 +89,8 @@ class BlockOffload:
         output = compute(hidden)
         if torch.is_grad_enabled():
             if self._keeps_stream:
-                self._kept[place] = [Offloaded(each, self._memory) for each in (hidden, *self._inner)]
+                own = filter(_is_whole, (hidden, *self._inner))
+                self._kept[place] = [Offloaded(each, self._memory) for each in own]
                 self._memory.let_go(*self._kept[place])
             output.register_hook(partial(self._before_backward, self._kept, place))  # type: ignore[no-untyped-call]
         self._inner.clear()
@@ -117,3 +118,8 @@ class BlockOffload:
                 item.fetch()
         for item in self._products[place]:
             item.wait()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, which may otherwise serve others."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes

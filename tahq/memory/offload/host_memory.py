@@ -51,7 +51,7 @@ class HostMemory:
         self._free: dict[int, list[HostBuffer]] = {}
         self._leaving: list[Offloaded] = []
         is_cuda = device.type == "cuda"
-        self.streams = tuple(torch.cuda.Stream(device) for _ in range(2)) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._streams = tuple(torch.cuda.Stream(device) for _ in range(2)) if is_cuda else None  # type: ignore[no-untyped-call]
         """To the host, and from it."""
 
     def take(self, nbytes: int) -> HostBuffer:
@@ -62,6 +62,30 @@ class HostMemory:
     def give_back(self, buffer: HostBuffer) -> None:
         """Let a buffer be used again, behind its last copy."""
         self._free.setdefault(buffer.data.numel(), []).append(buffer)
+
+    def begin_copy(self, buffer: HostBuffer, on_device: torch.Tensor, *, to_host: bool) -> None:
+        """Begin to copy a buffer's bytes, behind what the caller has queued and behind the buffer's copy before."""
+        target, source = (buffer.data, on_device) if to_host else (on_device, buffer.data)
+        if self._streams is None:
+            target.copy_(source)
+            return
+        stream = self._streams[0 if to_host else 1]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if buffer.copied is not None:
+            stream.wait_event(buffer.copied)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            buffer.copied = stream.record_event()
+
+    def wait_for(self, buffer: HostBuffer) -> None:
+        """Let what the caller queues from now on run behind the buffer's last copy."""
+        if buffer.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(buffer.copied)
+
+    def finish(self, buffer: HostBuffer) -> None:
+        """Return when the buffer's last copy is complete."""
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
 
     def let_go(self, *items: "Offloaded") -> None:
         """Copy tensors to the host, and release them when the next ones are let go: what computes then need not wait
@@ -78,7 +102,7 @@ class HostMemory:
             self._leaving.remove(item)
 
     def _allocated(self, nbytes: int) -> torch.Tensor:
-        if self.streams is None:
+        if self._streams is None:
             self.nbytes += nbytes
             return torch.empty(nbytes, dtype=torch.uint8)
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -115,8 +139,7 @@ class Offloaded:
     @property
     def values(self) -> torch.Tensor:
         """The tensor on the host, after the last copy; without what has changed on the device since then."""
-        if self._buffer.copied is not None:
-            self._buffer.copied.synchronize()
+        self._memory.finish(self._buffer)
         return self._values
 
     def copy_(self, values: torch.Tensor) -> None:
@@ -140,8 +163,7 @@ class Offloaded:
 
     def wait(self) -> None:
         """Let what the caller queues from now on run behind the copies begun so far."""
-        if self._buffer.copied is not None:
-            torch.cuda.current_stream(self._memory.device).wait_event(self._buffer.copied)
+        self._memory.wait_for(self._buffer)
 
     def store(self) -> None:
         """Begin to copy the values to the host; they must not change before `wait` or `release`."""
@@ -157,18 +179,8 @@ class Offloaded:
         self._is_lent = False
 
     def _copy(self, *, to_host: bool) -> None:
-        device = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(self._storage)
-        target, source = (self._buffer.data, device) if to_host else (device, self._buffer.data)
-        if self._memory.streams is None:
-            target.copy_(source)
-            return
-        stream = self._memory.streams[0 if to_host else 1]
-        stream.wait_stream(torch.cuda.current_stream(self._memory.device))
-        if self._buffer.copied is not None:
-            stream.wait_event(self._buffer.copied)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            self._buffer.copied = stream.record_event()
+        on_device = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(self._storage)
+        self._memory.begin_copy(self._buffer, on_device, to_host=to_host)
 
 
 class Loan(NamedTuple):

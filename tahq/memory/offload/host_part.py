@@ -38,6 +38,7 @@ class HostGradient:
             self._factors.clear()
         else:
             self.item.allocate()
+            self.item.wait()  # an earlier sum may still be on its way to the host
             self._sum.copy_(gradient)
         self.is_there = True
         self._memory.let_go(self.item)
