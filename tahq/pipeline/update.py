@@ -7,6 +7,7 @@ backward itself applies the step, and nothing is left to do at COMMIT.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -22,6 +23,7 @@ from tahq.memory.agoq.stored_gradients import (
 )
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.memory.offload.host_part import copy_for_products, filled_weight, host_gradient, host_part, kept_values
+from tahq.memory.offload.zero_copy import zero_copy_is_faster
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.gradients import TiedEmbedding, squared_norm, squared_norms
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -111,6 +113,8 @@ class StageUpdate:
         self._gradient_scale = gradient_scale or 1.0
         self._is_fused = config.is_fused and gradient_scale is not None
         self._step = 0
+        self._is_zero_copy: bool | None = None
+        """Whether kernels read offloaded states in the host's memory; None: not measured yet."""
         self.on_search: Callable[[int, int], None] | None = None
         """Called with (subspaces searched, subspaces due) after each search of a step with more than a few.
 
@@ -156,19 +160,31 @@ class StageUpdate:
         """Clip by the global factor and take the optimizer's step."""
         scale_gradients(self._gradient_holders(), clip_factor)
         lr = self._set_rate(step)
-        hosts = {p: host for p in self._parameters.values() if (host := host_part(p)) is not None}
-        if isinstance(self.optimizer, AdamwLoop):  # its first step would make the states of all parameters
-            for parameter, host in hosts.items():
-                host.take_states(self.optimizer.states_of(parameter))
+        self._place_states()
         for part in with_gradients(self._parameters.values()):
             self.optimizer.step()
-            for parameter in filter(hosts.__contains__, part):
-                hosts[parameter].take_states(self.optimizer.state.get(parameter, {}))
-                hosts[parameter].make_copy(parameter)
+            for parameter in part:
+                if (host := host_part(parameter)) is not None:
+                    host.updated(parameter, self.optimizer.state.get(parameter, {}))
         for weights in with_gradients(self._low_rank.values()):
             for weight in weights:
                 weight.apply(step, lr, self._config.weight_decay)
         self.discard()
+
+    def _place_states(self) -> None:
+        """Make what will be offloaded of the states one parameter at a time: a first step would make all."""
+        if not isinstance(self.optimizer, AdamwLoop):
+            return
+        hosts = {p: host for p in self._parameters.values() if (host := host_part(p)) is not None}
+        for parameter, host in hosts.items():
+            host.take_states(self.optimizer.states_of(parameter))
+        if not self.optimizer.reads_host_memory or not any(host.states for host in hosts.values()):
+            return
+        if self._is_zero_copy is None:
+            build = partial(build_optimizer, self._config, decayed=lambda name, parameter: True)
+            self._is_zero_copy = zero_copy_is_faster(build, next(iter(hosts)).device)
+        for parameter, host in hosts.items() if self._is_zero_copy else ():
+            host.use_in_place(self.optimizer.state[parameter])
 
     def discard(self) -> None:
         """Drop the gradients, after a step or instead of a skipped one."""

@@ -88,7 +88,7 @@ def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
 
 
 def offloaded(config: ClusterConfig, stage: int, device: torch.device) -> frozenset[Offload]:
-    """What a stage on this device keeps in host memory; ConfigError: nothing would be there for products."""
+    """What a stage on this device keeps in host memory; ConfigError: `master`, but its products are in fp32."""
     which = config.memory.offload_of(stage)
     if "master" in which and not computes_in_bf16(config, device):
         raise ConfigError(f"stage {stage}: memory.offload: {NEEDS_BF16}; this stage computes in fp32 on {device}")

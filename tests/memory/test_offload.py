@@ -1,5 +1,6 @@
 """Offloading: bits, and what is left on the device."""
 
+import gc
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import combinations
@@ -10,6 +11,7 @@ import torch
 from support.samples import normal
 from support.small_slices import MICRO_BATCH, SEQ_LEN, make_spec
 
+from tahq.memory.adam.adamw import BlockwiseAdamW
 from tahq.memory.agoq import stored_gradients
 from tahq.memory.config import Offload, Recompute
 from tahq.memory.estimate import StepNumbers, stage_memory
@@ -22,6 +24,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice, sharing_copies_of
+from tahq.pipeline import update
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.pipeline.update import StageUpdate
@@ -110,7 +113,10 @@ class Trained:
             for _, deferred in flights if self.is_split else ():
                 deferred.run()
         self.norms += self.update.squared_norms()
-        self.update.apply(step, 0.37)
+        if step == 1:  # as after NaN or infinity
+            self.update.discard()
+        else:
+            self.update.apply(step, 0.37)
         self.module.eval()
         with torch.no_grad():
             self.outputs.append(self.forward(0)[0])
@@ -167,6 +173,39 @@ def test_nothing_is_read_or_overwritten_before_its_copy_is_waited_for(which, is_
 def test_late_copies_give_the_same_bits_at_every_level(level, monkeypatch):
     monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 5000)
     check_bits(make_spec("gpt2", num_layers=6), OPTIONS, level=level, bf16=True, memory=LateMemory)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw_bf16"])
+def test_states_that_are_read_in_place_have_the_same_bits(optimizer, monkeypatch):
+    """As on CUDA, where that is faster."""
+    read_in_place(monkeypatch)
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True)
+
+
+def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "zero_copy_is_faster", lambda build, device: True)
+    made = BlockwiseAdamW.__init__
+
+    def make(optimizer: BlockwiseAdamW, *args, **keys) -> None:
+        made(optimizer, *args, **keys)
+        optimizer.reads_host_memory = True
+
+    monkeypatch.setattr(BlockwiseAdamW, "__init__", make)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adamw_bf16"])
+def test_states_that_are_read_in_place_have_the_same_bits_on_cuda(optimizer, monkeypatch):
+    read_in_place(monkeypatch)
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_both_kinds_of_access_are_measured(optimizer, caplog):
+    caplog.set_level("INFO")
+    Trained(make_spec("llama", num_layers=6), ["m", "v"], optimizer=optimizer, device="cuda", steps=1)
+    assert "moments in host memory" in caplog.text
 
 
 def test_gradients_in_8_bits_combine_with_states_on_the_host():
@@ -259,13 +298,15 @@ def test_bits_are_equal_on_cuda_with_every_optimizer(optimizer):
     [(("m", "v"), 8), (("gradients",), 4), (("master",), 4), (("master", "weights"), 6), (OPTIONS, 18)],
     ids=str,
 )
-def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight):
+def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight, monkeypatch):
+    monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 1 << 19)
     spec, peaks = make_spec("llama", num_layers=14, hidden_size=256), []
     for each in ((), which):
+        gc.collect()
         torch.cuda.empty_cache()
         trained = Trained(spec, each, bf16=True, device="cuda", steps=1, num_blocks=12)
         by_step = []
-        for step in (1, 2):
+        for step in (2, 3):
             torch.cuda.reset_peak_memory_stats()
             trained.step(step)
             by_step.append(torch.cuda.max_memory_allocated())

@@ -89,6 +89,9 @@ class AdamwLoop(Optimizer):
     `states`: a parameter's shape -> its states. The other arguments are those of torch's AdamW; decay is decoupled.
     """
 
+    reads_host_memory = False
+    """Whether the kernels of a step take states in pinned memory."""
+
     def __init__(
         self,
         params: Any,

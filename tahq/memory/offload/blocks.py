@@ -90,7 +90,7 @@ class BlockOffload:
         if torch.is_grad_enabled():
             if self._keeps_stream:
                 own = filter(_is_whole, (hidden, *self._inner))
-                self._kept[place] = [Offloaded(each, self._memory) for each in own]
+                self._kept[place] = [*map(self._memory.place_for, own)]
                 self._memory.let_go(*self._kept[place])
             output.register_hook(partial(self._before_backward, self._kept, place))  # type: ignore[no-untyped-call]
         self._inner.clear()

@@ -9,7 +9,8 @@ On CUDA the copies run on two streams of their own, one for each direction, besi
 - memory is allocated and freed on the caller's stream, so the allocator orders its uses;
 - a copy begins when what the caller has queued so far is done, and the buffer's copy before it;
 - the caller's stream waits for a copy in `wait`, before the values are read, and in `release`, before memory is freed;
-- the host waits in `values` only.
+- the host waits in `values` only;
+- kernels may also read and write `values` where they are (zero-copy), with `changed` behind them.
 
 The caller's stream must be the same in all calls, as it is in a stage: the compute thread's, and in a backward pass
 that of the forward pass. On a CPU copies are made at once, in ordinary memory.
@@ -17,7 +18,6 @@ that of the forward pass. On a CPU copies are made at once, in ordinary memory.
 Source: LLMQ §3.1, Offloading.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +30,7 @@ _SMALLEST, _LARGEST = 1 << 24, 1 << 30
 
 @dataclass(slots=True)
 class HostBuffer:
-    """Bytes in host memory, and the last copy from or to them."""
+    """Bytes in host memory, and the last copy from or to them, or change of them."""
 
     data: torch.Tensor
     copied: torch.cuda.Event | None = None
@@ -54,10 +54,11 @@ class HostMemory:
         self._streams = tuple(torch.cuda.Stream(device) for _ in range(2)) if is_cuda else None  # type: ignore[no-untyped-call]
         """To the host, and from it."""
 
-    def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of this size."""
+    def place_for(self, tensor: torch.Tensor) -> "Offloaded":
+        """A place for a tensor's values."""
+        nbytes = tensor.untyped_storage().nbytes()
         free = self._free.get(nbytes)
-        return free.pop() if free else HostBuffer(self._allocated(nbytes))
+        return Offloaded(tensor, self, free.pop() if free else HostBuffer(self._allocated(nbytes)))
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Let a buffer be used again, behind its last copy."""
@@ -76,6 +77,11 @@ class HostMemory:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             buffer.copied = stream.record_event()
+
+    def changed(self, buffer: HostBuffer) -> None:
+        """Let later copies of a buffer, and `finish`, wait for what the caller has queued, which changes it."""
+        if self._streams is not None:
+            buffer.copied = torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, buffer: HostBuffer) -> None:
         """Let what the caller queues from now on run behind the buffer's last copy."""
@@ -117,20 +123,23 @@ class HostMemory:
 
 
 class Offloaded:
-    """The values of one tensor in host memory, which are lent to it.
+    """The values of one tensor in host memory, which are lent to it; made by `HostMemory.place_for`.
 
-    The buffer is given back when this object is dropped; the tensor then keeps what it has.
+    At first they are on the device only. Once this object is dropped, the buffer is given back; the tensor keeps what
+    it has.
     """
 
-    def __init__(self, tensor: torch.Tensor, memory: HostMemory) -> None:
+    def __init__(self, tensor: torch.Tensor, memory: HostMemory, buffer: HostBuffer) -> None:
         self.shape = tensor.shape
         self._memory, self._storage = memory, tensor.untyped_storage()  # not the tensor, which may refer to this object
         self._nbytes, self._is_lent = self._storage.nbytes(), True
-        self._buffer = memory.take(self._nbytes)
-        weakref.finalize(self, memory.give_back, self._buffer)
-        host = self._buffer.data.view(tensor.dtype)
+        self._buffer = buffer
+        host = buffer.data.view(tensor.dtype)
         offset = host.storage_offset() + tensor.storage_offset()
         self._values = host.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def __del__(self) -> None:
+        self._memory.give_back(self._buffer)
 
     def numel(self) -> int:
         """Elements of the tensor."""
@@ -141,6 +150,10 @@ class Offloaded:
         """The tensor on the host, after the last copy; without what has changed on the device since then."""
         self._memory.finish(self._buffer)
         return self._values
+
+    def changed(self) -> None:
+        """Called behind what changes `values` from the device."""
+        self._memory.changed(self._buffer)
 
     def copy_(self, values: torch.Tensor) -> None:
         """Replace the values on the host; what is on the device is dropped."""

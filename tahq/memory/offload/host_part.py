@@ -25,7 +25,7 @@ class HostGradient:
     def __init__(self, parameter: Parameter, memory: HostMemory) -> None:
         self._memory = memory
         self._sum = torch.empty(parameter.shape, device=parameter.device)
-        self.item = Offloaded(self._sum, memory)
+        self.item = memory.place_for(self._sum)
         self.item.release()
         self._factors: list[float] = []
         self.is_there = False
@@ -82,6 +82,7 @@ class HostPart:
         self._which, self._memory = which, memory
         self.states: dict[str, Offloaded] = {}
         """By name, such as `exp_avg`."""
+        self._is_in_place = False
         self.gradient = HostGradient(parameter, memory) if "gradients" in which else None
         self.values = self._away(parameter) if "master" in which or ("weights" in which and not bf16) else None
         self.copy: torch.Tensor | None = None
@@ -93,7 +94,7 @@ class HostPart:
             self.product = self._away(self.copy) if "weights" in which else None
 
     def _away(self, tensor: torch.Tensor) -> Offloaded:
-        item = Offloaded(tensor, self._memory)
+        item = self._memory.place_for(tensor)
         item.release()
         return item
 
@@ -101,13 +102,19 @@ class HostPart:
         """Move a parameter's optimizer states to the host, unless they are there."""
         for name, state in states.items():
             if name not in self.states and name != "step" and moment_of(name) in self._which:
-                item = self.states[name] = Offloaded(state, self._memory)
+                item = self.states[name] = self._memory.place_for(state)
                 item.store()
                 item.release()
 
+    def use_in_place(self, states: dict[str, torch.Tensor]) -> None:
+        """Have kernels read and write states in the host's memory: zero-copy. `states`: the optimizer's."""
+        self._is_in_place = True
+        states |= {name: item.values for name, item in self.states.items()}
+
     def loans(self) -> list[Loan]:
         """What an update needs."""
-        loans = [*map(Loan, self.states.values()), *self.loans_of_copy(writes=True)]
+        states = () if self._is_in_place else self.states.values()
+        loans = [*map(Loan, states), *self.loans_of_copy(writes=True)]
         if self.gradient is not None and self.gradient.is_there:
             loans.append(Loan(self.gradient.item, writes=False))
         return loans
@@ -118,6 +125,13 @@ class HostPart:
         if self.product is not None and self.product is not self.values:
             loans.append(Loan(self.product, reads=False))
         return loans
+
+    def updated(self, parameter: Parameter, states: Mapping[str, torch.Tensor]) -> None:
+        """Called behind the parameter's update, while it is lent, with its states."""
+        self.take_states(states)
+        self.make_copy(parameter)
+        for item in self.states.values() if self._is_in_place else ():
+            item.changed()
 
     def make_copy(self, parameter: Parameter) -> None:
         """Make the copy that products read, if there is one."""
