@@ -117,7 +117,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a
       block and its gradient, and with the logits the head's; the largest gradient in fp32 where they are stored; what
-      is lent of the host's memory, `lent_workspace`, or if that is more in an update, `lent_to_update`.
+      is lent of the host's memory, `OnHost.lent_to_blocks`, or if an update needs more, `OnHost.lent_to_update`.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
     low_rank = [low_rank_bytes(each.shape, each.settings) for each in covered.values()]

@@ -167,7 +167,7 @@ class _Recording(TorchFunctionMode):
 
 
 def _is_own(weight: torch.Tensor) -> bool:
-    """Whether a product is `product`: if its backward may be split, or the weight is not what it reads."""
+    """Whether a product with it is `product`: if it is differentiated, or reads a copy of the weight."""
     return isinstance(weight, nn.Parameter) and (torch.is_grad_enabled() or hasattr(weight, "product_copy"))
 
 

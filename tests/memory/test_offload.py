@@ -304,9 +304,9 @@ def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight, monkey
     for each in ((), which):
         gc.collect()
         torch.cuda.empty_cache()
-        trained = Trained(spec, each, bf16=True, device="cuda", steps=1, num_blocks=12)
+        trained = Trained(spec, each, bf16=True, device="cuda", num_blocks=12)
         by_step = []
-        for step in (2, 3):
+        for step in (STEPS, STEPS + 1):
             torch.cuda.reset_peak_memory_stats()
             trained.step(step)
             by_step.append(torch.cuda.max_memory_allocated())
