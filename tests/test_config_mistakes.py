@@ -176,6 +176,25 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         ),
         (["memory.agoq.bits=[4, 5, 8]"], "memory.agoq.bits lists 3 stages, pipeline.stages is 4; give one value for"),
         (["memory.recompute=[none, att]"], "memory.recompute lists 2 stages, pipeline.stages is 4; give one value for"),
+        (["memory.offload=[[m], [v]]"], "memory.offload lists 2 stages, pipeline.stages is 4; give one value for"),
+        (
+            ["memory.offload=[residual, m]", "training.optimizer=qgalore"],
+            "memory.offload: training.optimizer qgalore keeps weights, gradients and moments of attention and MLP in a",
+        ),
+        (
+            ["memory.offload=[gradients]", "pipeline.replicas=2"],
+            "memory.offload: gradients are on the host, but replicas",
+        ),
+        (["memory.offload=[master]", "training.precision=fp32"], "master keeps fp32 weights on the host beside bf16"),
+        (["memory.offload=[gradients]", "memory.gradients=fp8"], "offload gradients keeps gradients in fp32 on the"),
+        (
+            ["memory.offload=[residual]", "memory.activations=agoq"],
+            "offload residual does not combine with activations",
+        ),
+        (
+            ["memory.offload=[weights]", "memory.activations=coat", "model.family=llama"],
+            "offload master and weights do not combine with activations coat",
+        ),
         (["memory.activations=agoq", "memory.recompute=qkv"], "recompute qkv does not combine with activations agoq"),
         (["memory.activations={kind: agog}"], "memory: activations with options needs kind: coat or kind: agoq"),
         (

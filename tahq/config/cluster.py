@@ -15,7 +15,7 @@ from tahq.comm.topology import Grid
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
-from tahq.memory.config import COAT_FAMILIES, READ_BF16_GRADIENTS, MemoryConfig, with_recompute
+from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, with_recompute
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
@@ -243,12 +243,27 @@ class ClusterConfig(Section):
 
     def _check_memory(self) -> None:
         family, optimizer = self.model.family, self.training.optimizer
-        for key, values in (("agoq.bits", self.memory.agoq.bits), ("recompute", self.memory.recompute)):
+        offload = self.memory.all_offload
+        by_stage = [each for each in self.memory.offload if isinstance(each, tuple)]
+        lists = {"agoq.bits": self.memory.agoq.bits, "recompute": self.memory.recompute, "offload": by_stage or None}
+        for key, values in lists.items():
             if isinstance(values, list) and len(values) != self.pipeline.stages:
                 raise ValueError(
                     f"memory.{key} lists {len(values)} stages, pipeline.stages is {self.pipeline.stages}; give one "
                     "value for all stages, or one for each"
                 )
+        if "master" in offload and self.training.precision == "fp32":
+            raise ValueError(f"memory.offload: {NEEDS_BF16}; training.precision is fp32")
+        if "gradients" in offload and self.pipeline.replicas > 1:
+            raise ValueError(
+                "memory.offload: gradients are on the host, but replicas (pipeline.replicas) sum them in pieces on the "
+                "device; leave gradients out or use pipeline.replicas 1"
+            )
+        if self.training.is_low_rank and offload - {"residual"}:
+            raise ValueError(
+                f"memory.offload: training.optimizer {optimizer} keeps weights, gradients and moments of attention and "
+                f"MLP in a form that stays on the device; of {', '.join(sorted(offload))} it allows residual only"
+            )
         if (self.memory.loss_chunks or 1) > 1 and self.training.is_low_rank:
             raise ValueError(
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "

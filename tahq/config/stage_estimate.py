@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
-from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED
+from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED, Offload
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.block_codes import FORMATS
@@ -133,6 +134,7 @@ def _step_numbers(
 ) -> StepNumbers:
     """The numbers of a chunk with nothing in flight."""
     training, stage = config.training, chunk % config.pipeline.stages
+    which = config.memory.offload_of(stage)
     return StepNumbers(
         shape=micro_batch_shape(config, spec, training.micro_batch, device=device, stage=stage),
         in_flight=0,
@@ -143,6 +145,8 @@ def _step_numbers(
         splits_backward=any(action.kind is ActionKind.I for action in row),
         is_fused=training.is_fused,
         gradients=config.memory.gradients,
+        offload=which,
+        moments_nbytes=partial(optimizer_nbytes, training, moments=which),
     )
 
 
@@ -220,23 +224,29 @@ def memory_savings(config: ClusterConfig, spec: ModelSpec, stage: int, *, device
 
     On a CPU copies for checkpoints are in the same memory.
     """
-    now = stage_estimate(config, spec, stage, device=device)
+
+    def needed(config: ClusterConfig, stage: int) -> int:
+        memory = stage_estimate(config, spec, stage, device=device)
+        return memory.total + (device == "cpu") * memory.host_total
+
+    now = needed(config, stage)
     found: list[tuple[str, int]] = []
     if device == "cpu" and config.run.snapshot_every is not None:
-        found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * now.snapshot))
-    for change, changed in _changes(config, spec, stage):
+        snapshot = stage_estimate(config, spec, stage, device=device).snapshot
+        found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * snapshot))
+    for change, changed in _changes(config, spec, stage, device=device):
         try:
             ClusterConfig.model_validate(changed.model_dump(mode="json"))
             # more stages: the largest of them, wherever that will be
             stages = range(changed.pipeline.stages) if changed.pipeline.stages != config.pipeline.stages else (stage,)
-            then = max(stage_estimate(changed, spec, number, device=device).total for number in stages)
+            then = max(needed(changed, number) for number in stages)
         except (UserError, ValueError):
             continue  # the rest of the configuration forbids it
-        found.append((change, now.total - then))
+        found.append((change, now - then))
     return sorted(((change, saved) for change, saved in found if saved > 0), key=lambda pair: -pair[1])
 
 
-def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tuple[str, ClusterConfig]]:
+def _changes(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> Iterator[tuple[str, ClusterConfig]]:
     """Changes that may help, each with the changed configuration, which may be invalid."""
 
     def changed(section: str, **values: object) -> tuple[str, ClusterConfig]:
@@ -249,6 +259,9 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tup
         yield changed("training", micro_batch=smaller)
     for level in ("norm", "att", "block"):
         yield changed("memory", recompute=level)
+    bf16 = computes_in_bf16(config, device)
+    for which in (("m", "v"), tuple(name for name in get_args(Offload) if name != "master" or bf16)):
+        yield f"memory.offload: [{', '.join(which)}]", changed("memory", offload=which)[1]
     if config.memory.gradients != "fp8":
         yield changed("memory", gradients="fp8")
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:

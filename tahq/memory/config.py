@@ -17,6 +17,12 @@ Gradients = Literal["auto", "fp32", "bf16", "fp8"]
 """`memory.gradients`; `auto` counts as fp32 where nothing was chosen."""
 Recompute = Literal["none", "swiglu", "norm", "ffn", "qkv", "att", "block"]
 """`memory.recompute`; each includes those before it."""
+Offload = Literal["residual", "m", "v", "master", "weights", "gradients"]
+"""What `memory.offload` may list."""
+NEEDS_BF16 = (
+    "master keeps fp32 weights on the host beside bf16 copies on the device, but products in fp32 read the weights "
+    "themselves; offload weights instead, or set training.precision: bf16"
+)
 EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
     "swiglu": ("mlp",),
     "norm": ("norms", "mlp"),
@@ -70,6 +76,10 @@ class MemoryConfig(Section):
     """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
     norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
     stages or by stage. `auto`: none, unless memory is what limits a plan. A run's config.yaml says what was chosen."""
+    offload: tuple[Offload, ...] | tuple[tuple[Offload, ...], ...] = ()
+    """What a stage keeps of its blocks in pinned host memory, with the same bits (LLMQ): `residual`, the residual
+    stream; of matrices `m` and `v`, optimizer moments, `gradients` between micro-batches, `master`, fp32 weights under
+    bf16, and `weights`, those that products read. On all stages, or a list for each."""
     activations: Literal["none", "coat", "agoq"] = "none"
     """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
     for all models."""
@@ -99,7 +109,35 @@ class MemoryConfig(Section):
                 f"recompute {refused} does not combine with activations {self.activations}, which recomputes "
                 "norms and the MLP's activation from what it stores; use recompute none or block"
             )
+        offload = self.all_offload
+        if "residual" in offload and self.activations != "none" and set(levels) != {"block"}:
+            raise ValueError(
+                f"offload residual does not combine with activations {self.activations}, which stores the residual "
+                "stream in another form; use recompute block, or leave residual out"
+            )
+        if self.activations == "coat" and not offload.isdisjoint(("master", "weights")):
+            raise ValueError(
+                "offload master and weights do not combine with activations coat, which codes the fp32 weights in FP8 "
+                "for each product; offload m, v or gradients, or use another kind of activations"
+            )
+        if "gradients" in offload and self.gradients == "fp8":
+            raise ValueError(
+                "offload gradients keeps gradients in fp32 on the host, gradients: fp8 in codes on the device; choose "
+                "one of them"
+            )
         return self
+
+    @property
+    def all_offload(self) -> frozenset[Offload]:
+        """What at least one stage keeps in host memory."""
+        return frozenset(name for each in self.offload for name in ((each,) if isinstance(each, str) else each))
+
+    def offload_of(self, stage: int | None = None) -> frozenset[Offload]:
+        """What a stage keeps in host memory; None: what all stages keep there."""
+        by_stage = [frozenset(each) for each in self.offload if isinstance(each, tuple)]
+        if not by_stage:
+            return self.all_offload
+        return frozenset.intersection(*by_stage) if stage is None else by_stage[stage]
 
     def recompute_of(self, stage: int | None = None) -> Recompute:
         """A stage's level; None: the lowest of all stages, which keeps most. What is open is none."""

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
-from tahq.memory.agoq.stored_gradients import stored_gradient_nbytes
-from tahq.memory.config import Gradients
+from tahq.memory.agoq.stored_gradients import DECODED_AT_A_TIME, stored_gradient_nbytes
+from tahq.memory.config import Gradients, Offload
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
@@ -23,7 +23,7 @@ from tahq.memory.saved_tensors import (
 )
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import HEAD_WEIGHT
+from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 
 _FP32 = 4
 _BF16 = 2
@@ -50,6 +50,8 @@ class StepNumbers:
     put_off: int = 0  # Micro-batches in flight that only lack gradients of weights
     is_fused: bool = False  # Whether each weight is updated within the backward, and its gradient freed
     gradients: Gradients = "fp32"
+    offload: Collection[Offload] = ()  # `memory.offload`
+    moments_nbytes: Callable[[Iterable[tuple[int, ...]]], int] = lambda shapes: 0  # Of `optimizer_nbytes`, offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +64,36 @@ class StageMemory:
     activations: int
     boundary: int
     workspace: int
-    copies: int = 0  # Part of `weights`: autocast's copies and FP8 codes of matrices, which are not checkpointed
+    copies: int = 0  # Part of weights here and on the host: bf16 copies and FP8 codes, which are not checkpointed
+    host_weights: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+    host_activations: int = 0
 
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind; their sum is the total."""
-        return {name: nbytes for name, nbytes in asdict(self).items() if name != "copies"}
+        """Bytes on the device by kind; their sum is the total."""
+        others = ("copies", *(f"host_{name}" for name in self.host_kinds()))
+        return {name: nbytes for name, nbytes in asdict(self).items() if name not in others}
+
+    def host_kinds(self) -> dict[str, int]:
+        """Bytes of `memory.offload` in host memory, by kind."""
+        kinds = ("weights", "gradients", "optimizer", "activations")
+        return {name: getattr(self, f"host_{name}") for name in kinds}
 
     @property
     def total(self) -> int:
-        """The sum of all kinds."""
+        """The sum of all kinds on the device."""
         return sum(self.kinds().values())
+
+    @property
+    def host_total(self) -> int:
+        """The sum of all kinds on the host."""
+        return sum(self.host_kinds().values())
 
     @property
     def snapshot(self) -> int:
         """Bytes in a checkpoint: weights and optimizer states."""
-        return self.weights - self.copies + self.optimizer
+        return self.weights + self.host_weights - self.copies + self.optimizer + self.host_optimizer
 
 
 def combined(memories: Iterable[tuple[StageMemory, int]]) -> StageMemory:
@@ -101,7 +118,8 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       residual stream; a received gradient (not the last) and one to send (not the first), 4·T·C each; n encoded frames;
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a
-      block and its gradient, and with the logits the head's; `fp32_gradient`.
+      block and its gradient, and with the logits the head's; `fp32_gradient`; what is lent of the host's memory,
+      `OnHost.lent_to_blocks`, or if an update needs more, `OnHost.lent_to_update`.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
     low_rank = {name: low_rank_bytes(each.shape, each.settings) for name, each in covered.items()}
@@ -114,14 +132,74 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     copies = codes + _copies(spec, blocks, numbers)
+    host = on_host(spec, blocks, numbers)
+    saved -= host.stream * len(blocks)
+    workspace = _workspace(spec, blocks, numbers, covered) + fp32_gradient(spec, numels, numbers.gradients)
     return StageMemory(
-        weights=sum(weights) + copies + sum(each.weight for each in low_rank.values()),
-        gradients=_gradients(ordinary.values(), [each.gradient for each in low_rank.values()], numbers),
-        optimizer=numbers.optimizer_nbytes(ordinary.values()) + sum(each.states for each in low_rank.values()),
+        weights=sum(weights) + copies + sum(each.weight for each in low_rank.values()) - host.values - host.copies,
+        gradients=_gradients(ordinary.values(), [each.gradient for each in low_rank.values()], numbers)
+        - host.gradients,
+        optimizer=numbers.optimizer_nbytes(ordinary.values())
+        + sum(each.states for each in low_rank.values())
+        - host.moments,
         activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
-        workspace=_workspace(spec, blocks, numbers, covered) + fp32_gradient(spec, numels, numbers.gradients),
+        workspace=max(workspace + host.lent_to_blocks, host.lent_to_update),
         copies=copies,
+        host_weights=host.values + host.copies,
+        host_gradients=host.gradients,
+        host_optimizer=host.moments,
+        host_activations=numbers.in_flight * len(blocks) * host.stream,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """Bytes of a slice in host memory, and what is lent of them at a time.
+
+    `stream`: of one block and micro-batch. `lent_to_blocks`: weights and residual stream of two blocks, and three
+    gradients of the largest matrix. `lent_to_update`: two parts of an update.
+    """
+
+    values: int = 0
+    copies: int = 0
+    gradients: int = 0
+    moments: int = 0
+    stream: int = 0
+    lent_to_blocks: int = 0
+    lent_to_update: int = 0
+
+
+def keeps_copies(which: Collection[Offload]) -> bool:
+    """Whether bf16 copies of matrices outlive a step."""
+    return "master" in which or "weights" in which
+
+
+def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost:
+    """What `memory.offload` keeps of a slice on the host, of one micro-batch in flight."""
+    which, shape, num_blocks = numbers.offload, numbers.shape, len(blocks)
+    if not which or not num_blocks:
+        return OnHost()
+    prefix = f"{spec.layout.trunk}.{spec.layout.blocks}."
+    parameters = slice_parameters(spec, blocks).items()
+    matrices = [each for name, each in parameters if name.startswith(prefix) and len(each) > 1]
+    elements, largest = sum(map(math.prod, matrices)), max(map(math.prod, matrices))
+    keeps_values = "master" in which or ("weights" in which and not shape.reads_copies)
+    values = shape.weight_nbytes * elements if keeps_values else 0
+    copies = _BF16 * elements if shape.reads_copies and "weights" in which else 0
+    gradients = _FP32 * elements if "gradients" in which else 0
+    moments, stream = numbers.moments_nbytes(matrices), streamed_by_block(spec, shape, which)
+    two = min(2, num_blocks)
+    products = copies if shape.reads_copies else values
+    share = min(1.0, two * max(DECODED_AT_A_TIME, largest) / elements)
+    return OnHost(
+        values,
+        copies,
+        gradients,
+        moments,
+        stream,
+        two * (products // num_blocks + stream) + (3 * _FP32 * largest if gradients else 0),
+        math.ceil(share * (values + copies + gradients + moments)),
     )
 
 
@@ -144,9 +222,15 @@ def _gradients(shapes: Collection[Sequence[int]], low_rank: Sequence[int], numbe
     return sum(stored_gradient_nbytes(nbytes // _FP32) if numbers.gradients == "fp8" else nbytes for nbytes in each)
 
 
+def streamed_by_block(spec: ModelSpec, shape: MicroBatchShape, which: Collection[Offload]) -> int:
+    """Bytes of the residual stream that a block keeps of a micro-batch on the host: its input, and the MLP part's."""
+    num = 0 if "residual" not in which else 1 if shape.recompute == "block" else 2
+    return num * shape.residual_nbytes * shape.num_tokens * spec.hidden_size
+
+
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     are_shared = numbers.shape.recompute != "block"
-    num_blocks = len(blocks) if are_shared else min(1, len(blocks))
+    num_blocks = len(blocks) if are_shared or keeps_copies(numbers.offload) else min(1, len(blocks))
     num_heads = 1 if are_shared or numbers.splits_backward else numbers.in_flight
     head = copied_by_head(spec, numbers.shape) if blocks.last else 0
     return num_blocks * copied_by_block(spec, numbers.shape) + num_heads * head

@@ -73,6 +73,11 @@ class MicroBatchShape:
         return self.on_cuda and not self.coat and self.stored_bits is None
 
     @property
+    def reads_copies(self) -> bool:
+        """Whether products read bf16 copies of fp32 weights."""
+        return self.bf16 and self.weight_nbytes == _FP32 and not self.fp8
+
+    @property
     def element_nbytes(self) -> int:
         """a: bytes per element of matrix operands."""
         return _BF16 if self.bf16 else _FP32

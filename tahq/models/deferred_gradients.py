@@ -170,6 +170,11 @@ class _Recording(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_own(weight: torch.Tensor) -> bool:
+    """Whether a product with it is `product`: if it is differentiated, or reads a copy of the weight."""
+    return isinstance(weight, nn.Parameter) and (torch.is_grad_enabled() or hasattr(weight, "product_copy"))
+
+
 def _linear_arguments(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
     return input, weight, bias
 
@@ -228,7 +233,10 @@ class _Product(torch.autograd.Function):
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
-    """The weight in that dtype, made once if copies are shared."""
+    """The weight in that dtype, made once if copies are shared; its `product_copy`, if it has that."""
+    copy: torch.Tensor | None = getattr(weight, "product_copy", None)
+    if copy is not None and copy.dtype == dtype:
+        return copy
     if copies is None or weight.dtype == dtype:
         return weight.to(dtype)
     if (weight, dtype) not in copies:

@@ -9,6 +9,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -72,7 +73,7 @@ class SleepingSlice(ModelSlice):
         first.register_hook(lambda gradient: begun_s.append(time.perf_counter()))  # type: ignore[no-untyped-call]
         last.register_hook(rest)  # type: ignore[no-untyped-call]
 
-    def materialise(self, device: torch.device) -> None:
+    def materialise(self, device: torch.device, placed: Callable[[nn.Module], None] = lambda block: None) -> None:
         """Allocate on `device` one factor per channel, and the table in place of an embedding."""
         self.to_empty(device=device)
         with torch.no_grad():

@@ -17,10 +17,11 @@ import copy
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -75,6 +76,9 @@ class Parts:
         return cls(range(blocks.start, blocks.stop), blocks.first, blocks.last)
 
 
+AroundBlock = Callable[[int, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
 class ModelSlice(nn.Module):
     """Part of a causal language model, bit-equal to that part of the whole model.
 
@@ -84,6 +88,8 @@ class ModelSlice(nn.Module):
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
     contexts while parts are computed again.
     `num_pieces`: equal parts that each sample is cut into; they do not see each other, and have positions of their own.
+    `around_block`: computes a block, given its place in the slice, a function that computes it, and that function's
+    argument; None: the function is called.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
     `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
@@ -104,6 +110,7 @@ class ModelSlice(nn.Module):
         self.parts = Parts.of(blocks)
         self.random = random
         self.checkpoint_blocks = False
+        self.around_block: AroundBlock | None = None
         self.owns_products = False
         self.num_pieces = 1
         self.loss_chunks = 1
@@ -131,8 +138,9 @@ class ModelSlice(nn.Module):
             # tables stay fp32 beside a converted stream
             like = hidden if self.residual is None else hidden.new_empty(0, dtype=torch.float32)
             shared["position_embeddings"] = self._rotary(like, _position_ids(hidden))
-        for window, block in zip(windows, self._part(self.spec.layout.blocks).children(), strict=True):
-            hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
+        for place, (window, block) in enumerate(zip(windows, self.blocks(), strict=True)):
+            run = partial(self._run, block, shared | {"attention_mask": masks[window]})
+            hidden = run(hidden) if self.around_block is None else self.around_block(place, run, hidden)
         if self.parts.head:
             with self._products(hidden, self.deferred, shared_copies()):
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
@@ -162,11 +170,22 @@ class ModelSlice(nn.Module):
         """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
         return param.ndim >= 2
 
-    def materialise(self, device: torch.device) -> None:
-        """Allocate every parameter on `device`, uninitialised, and compute the buffers."""
+    def blocks(self) -> Iterator[nn.Module]:
+        """The slice's blocks, in order."""
+        return self._part(self.spec.layout.blocks).children()
+
+    def materialise(self, device: torch.device, placed: Callable[[nn.Module], None] = lambda block: None) -> None:
+        """Allocate every parameter on `device`, uninitialised, and compute the buffers; `placed`: after each block."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(self.matrices if parameter.ndim >= 2 else torch.float32)
-        self.to_empty(device=device)
+        blocks = self._part(self.spec.layout.blocks)
+        for block in self.blocks():
+            block.to_empty(device=device)
+            placed(block)
+        inner = set(blocks.modules())
+        for module in self.modules():
+            if module not in inner:
+                module.to_empty(device=device, recurse=False)
         set_gradient_dtype((each for each in self.parameters() if each.dtype != torch.float32), torch.float32)
         layout = self.spec.layout
         if layout.rotary is not None:
@@ -221,15 +240,15 @@ class ModelSlice(nn.Module):
         is_cast = self.matrices != torch.float32 and product_dtype(x) != self.matrices
         return own_products(deferred, copies) if self.owns_products or is_cast else recording(deferred)
 
-    def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        name, deferred = self.random.current, self.deferred
+    def _run(self, block: nn.Module, arguments: Mapping[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+        name, deferred, copies = self.random.current, self.deferred, shared_copies()
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            return _computed(block, hidden, arguments, deferred, self._products(hidden, deferred, shared_copies()))
+            return _computed(block, hidden, arguments, deferred, self._products(hidden, deferred, copies))
 
         def run_named(hidden: torch.Tensor) -> torch.Tensor:
             """Under the draw name of the first computation: other micro-batches ran in between."""
             with self.random.pinned(name):
-                return _computed(block, hidden, arguments, deferred, self._products(hidden, deferred, None))
+                return _computed(block, hidden, arguments, deferred, self._products(hidden, deferred, copies))
 
         output: torch.Tensor = checkpoint(run_named, hidden, use_reentrant=False, preserve_rng_state=False)
         return output
@@ -300,18 +319,19 @@ def build_slice(
     weights: bool = True,
     filled: Callable[[int], None] = lambda numel: None,
     matrices: torch.dtype = torch.float32,
+    placed: Callable[[nn.Module], None] = lambda block: None,
 ) -> ModelSlice:
     """Build a stage's slice, or any parts of a model, on `device`, in fp32, or matrices in `matrices`.
 
     Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
     `weights` False leaves them uninitialised, to be read from a checkpoint. `filled` is called with the number of
-    elements of each parameter that has its values.
+    elements of each parameter that has its values, `placed` with each block that has memory, before the next one has.
 
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
     """
     model = ModelSlice(spec, blocks, random, matrices)
-    model.materialise(torch.device(device))
+    model.materialise(torch.device(device), placed)
     if weights:
         fill_weights(spec, model.canonical_parameters(), seed, filled)
     return model

@@ -8,7 +8,7 @@ CUDA `adamw` is tahq's own kernel, one launch per tensor.
 A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transformer.h.0.ln_1.weight`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,8 +22,10 @@ from tahq.errors import SnapshotError
 from tahq.memory.adam.adamw import BlockwiseAdamW, adamw8bit_states, plain_adamw_states
 from tahq.memory.adam.loop import StateSpec, StateSpecs, has_ptx, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
+from tahq.memory.config import Offload
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.subspace import LazyRule
+from tahq.memory.offload.host_part import host_part, moment_of
 from tahq.models.deferred_gradients import gradient_dtype
 from tahq.pipeline.config import TrainingConfig
 
@@ -173,10 +175,10 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 """The choices of `training.optimizer`; their states are checkpointed and restored bit-exactly."""
 
 
-def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape]) -> int:
-    """Bytes of optimizer state for fp32 parameters of these shapes."""
-    states = OPTIMIZERS[config.optimizer].states
-    return sum(states_nbytes(states(config, shape)) for shape in shapes)
+def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape], moments: Collection[Offload] = ("m", "v")) -> int:
+    """Bytes of optimizer state for fp32 parameters of these shapes; of these moments only."""
+    states = (OPTIMIZERS[config.optimizer].states(config, shape).items() for shape in shapes)
+    return sum(states_nbytes({name: spec for name, spec in each if moment_of(name) in moments}) for each in states)
 
 
 def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
@@ -228,6 +230,9 @@ def load_optimizer_tensors(
         optimizer.state.pop(parameter, None)
         if copies:
             optimizer.state[parameter] = copies
+        if (host := host_part(parameter)) is not None:
+            host.states.clear()
+            host.take_states(copies)
 
 
 def _checked_copy(spec: StateSpec, name: str, parameter: Parameter, value: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,13 @@ backward itself applies the step, and nothing is left to do at COMMIT.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import blake2b
 
 import torch
 from torch.nn import Parameter
 
+from tahq.memory.adam.loop import AdamwLoop
 from tahq.memory.agoq.stored_gradients import (
     HoldsGradient,
     drop_gradient,
@@ -21,6 +23,8 @@ from tahq.memory.agoq.stored_gradients import (
 )
 from tahq.memory.config import Gradients
 from tahq.memory.galore.low_rank_weight import LowRankWeight
+from tahq.memory.offload.host_part import copy_for_products, filled_weight, host_gradient, host_part, kept_values
+from tahq.memory.offload.zero_copy import zero_copy_is_faster
 from tahq.models.deferred_gradients import set_gradient_dtype
 from tahq.models.slice import HEAD_WEIGHT
 from tahq.pipeline.config import TrainingConfig
@@ -116,6 +120,8 @@ class StageUpdate:
         self._gradient_scale = gradient_scale or 1.0
         self._is_fused = config.is_fused and gradient_scale is not None
         self._step = 0
+        self._is_zero_copy: bool | None = None
+        """Whether kernels read offloaded states in the host's memory; None: not measured yet."""
         self.on_search: Callable[[int, int], None] | None = None
         """Called with (subspaces searched, subspaces due) after each search of a step with more than a few.
 
@@ -136,9 +142,10 @@ class StageUpdate:
                 parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
             for weight in self._low_rank.values():
                 weight.on_gradient = self._step_alone
-        elif gradients == "fp8":
+        else:
             for holder in self._gradient_holders():
-                store_gradient(holder)
+                if gradients == "fp8" or host_gradient(holder) is not None:
+                    store_gradient(holder)
 
     def begin(self, step: int) -> None:
         """Gradients from now on belong to this step."""
@@ -155,20 +162,40 @@ class StageUpdate:
 
     def weights_digest(self) -> str:
         """A hash of the sums over the bits of each parameter: equal where all weights are, and hardly elsewhere."""
-        words = (p.detach().contiguous().view(_WORDS[p.itemsize]) for p in self._parameters.values())
-        sums = torch.stack([each.sum(dtype=torch.int64) for each in words])
+        values = map(kept_values, self._parameters.values())
+        words = (each.contiguous().view(_WORDS[each.itemsize]) for each in values)
+        sums = torch.stack([each.sum(dtype=torch.int64).cpu() for each in words])
         return blake2b(repr(sums.tolist()).encode(), digest_size=16).hexdigest()
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
         scale_gradients(self._gradient_holders(), clip_factor)
         lr = self._set_rate(step)
-        for _ in with_gradients(self._parameters.values()):
+        self._place_states()
+        for part in with_gradients(self._parameters.values()):
             self.optimizer.step()
-        for part in with_gradients(self._low_rank.values()):
-            for weight in part:
+            for parameter in part:
+                if (host := host_part(parameter)) is not None:
+                    host.updated(parameter, self.optimizer.state.get(parameter, {}))
+        for weights in with_gradients(self._low_rank.values()):
+            for weight in weights:
                 weight.apply(step, lr, self._config.weight_decay)
         self.discard()
+
+    def _place_states(self) -> None:
+        """Make what will be offloaded of the states one parameter at a time: a first step would make all."""
+        if not isinstance(self.optimizer, AdamwLoop):
+            return
+        hosts = {p: host for p in self._parameters.values() if (host := host_part(p)) is not None}
+        for parameter, host in hosts.items():
+            host.take_states(self.optimizer.states_of(parameter))
+        if not self.optimizer.reads_host_memory or not any(host.states for host in hosts.values()):
+            return
+        if self._is_zero_copy is None:
+            build = partial(build_optimizer, self._config, decayed=lambda name, parameter: True)
+            self._is_zero_copy = zero_copy_is_faster(build, next(iter(hosts)).device)
+        for parameter, host in hosts.items() if self._is_zero_copy else ():
+            host.use_in_place(self.optimizer.state[parameter])
 
     def discard(self) -> None:
         """Drop the gradients, after a step or instead of a skipped one."""
@@ -179,8 +206,11 @@ class StageUpdate:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer states, by their names in a checkpoint."""
-        weights = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
+        weights = {f"model/{name}": kept_values(p) for name, p in self._parameters.items()}
         states = optimizer_tensors(self.optimizer, self._parameters)
+        for name, parameter in self._parameters.items():
+            if (host := host_part(parameter)) is not None:
+                states |= {f"{state}/{name}": item.values for state, item in host.states.items()}
         for weight in self._low_rank.values():
             weights |= weight.weight_tensors()
             states |= weight.states()
@@ -190,7 +220,8 @@ class StageUpdate:
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
         """Restore weights and optimizer states, bit for bit, from a checkpoint with these names."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(read(f"model/{name}"))
+            filled_weight(parameter).copy_(read(f"model/{name}"))
+        copy_for_products(self._parameters.values())
         for weight in self._low_rank.values():
             weight.load(read)
         states = {}

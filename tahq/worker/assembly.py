@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,9 +26,13 @@ from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.config import NEEDS_BF16, Offload
 from tahq.memory.fp8_products import check_fp8_units, use_fp8_products
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
+from tahq.memory.offload.host_memory import HostMemory
+from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
 from tahq.models.chunked_attention import attend_in_chunks
 from tahq.models.costs import counted_costs
@@ -107,6 +112,14 @@ def use_repeatable_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def offloaded(config: ClusterConfig, stage: int, device: torch.device) -> frozenset[Offload]:
+    """What a stage on this device keeps in host memory; ConfigError: `master`, but its products are in fp32."""
+    which = config.memory.offload_of(stage)
+    if "master" in which and not computes_in_bf16(config, device.type):
+        raise ConfigError(f"stage {stage}: memory.offload: {NEEDS_BF16}; this stage computes in fp32 on {device}")
+    return which
+
+
 def snapshots_folder(config: ClusterConfig) -> Path:
     """Where a run's checkpoints lie on this machine."""
     return Path(config.run.dir) / config.run.name / "snapshots"
@@ -140,8 +153,14 @@ def chunk_module(
         whole_s = config.model.sleep.of(stage)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    module = _slice(config, spec, blocks, device, random, weights, filled)
+    which, memory = offloaded(config, stage, device), HostMemory(device)
+    reads_copies = computes_in_bf16(config, device.type) and matrix_dtype(config) == torch.float32
+    reads_copies = reads_copies and config.training.precision != "fp8"
+    placed = partial(place_on_host, which=which, memory=memory, reads_copies=reads_copies)
+    module = _slice(config, spec, blocks, device, random, weights, filled, placed if which else None)
     keep_as_configured(config, module, stage)
+    if which:
+        offload_blocks(module, which, memory)
     return module
 
 
@@ -153,11 +172,15 @@ def _slice(
     random: RandomContext,
     weights: bool,
     filled: Callable[[int], None] = lambda numel: None,
+    placed: Callable[[torch.nn.Module], None] | None = None,
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
-    build = partial(build_slice, matrices=matrix_dtype(config))
     if settings is not None:
-        build = partial(build_low_rank_slice, settings=settings)
+        build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings)
+    elif placed is not None:
+        build = partial(build_offloaded_slice, placed=placed, matrices=matrix_dtype(config))
+    else:
+        build = partial(build_slice, matrices=matrix_dtype(config))
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 
@@ -277,7 +300,7 @@ class Assembly:
             arithmetic_changes=self._arithmetic_changes(),
             start_step=self.assign.start_step,
             files_address=files_address,
-            memory_nbytes=free_bytes(self.device) + sum(p.nbytes for module in modules for p in module.parameters()),
+            memory_nbytes=free_bytes(self.device) + sum(map(device_nbytes, chain(*(m.parameters() for m in modules)))),
         )
 
     def connect(

@@ -74,6 +74,23 @@ def test_z_loss_gives_the_plain_loop_that_adds_it_to_the_gradient_only(tmp_path,
     assert expected.losses[1:] != uncut.losses[1:]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", pytest.param("interleaved", marks=pytest.mark.acceptance)])
+def test_stages_that_offload_different_parts_give_the_plain_loop(tmp_path, uncut, schedule):
+    by_stage = [["residual", "m"], ["weights", "gradients", "v"]]
+    pipeline = {"stages": 2, "schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
+    config = tiny(pipeline=pipeline, memory={"offload": by_stage, "recompute": ["att", "none"]})
+    assert_equal_to_the_bit(launch(tmp_path, config), uncut)
+
+
+def test_a_run_is_resumed_with_and_without_offload(tmp_path, uncut):
+    everything = ["residual", "m", "v", "weights", "gradients"]
+    config = tiny(pipeline={"stages": 2}, training={"steps": 2}, memory={"offload": everything})
+    train(tmp_path, config)
+    run = launch(tmp_path, config, "--resume", *overrides("training.steps=4", "memory.offload=[]"))
+    assert "no longer exact" not in run.stdout
+    assert_equal_to_the_bit(run, uncut)
+
+
 @pytest.mark.acceptance
 @pytest.mark.parametrize("gradients", ["fp32", "fp8"])
 def test_loss_in_chunks_does_not_depend_on_stages_or_schedule(tmp_path, uncut, gradients):

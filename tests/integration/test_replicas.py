@@ -13,6 +13,7 @@ from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 FP8, FP32 = "fp8", "raw:dtype=fp32"
+OFFLOAD = ["residual", "m", "v", "weights"]
 
 
 def replicated(replicas, stages, *, all_reduce=FP8, schedule="zero-bubble", **sections):
@@ -41,8 +42,9 @@ def replicated(replicas, stages, *, all_reduce=FP8, schedule="zero-bubble", **se
         (2, 2, FP8, {"wire": {"all_reduce_inside": FP32}, "pipeline": {"balance": "measured"}}),
         (2, 2, FP8, {"links": {"inside": "gloo"}, "schedule": "1f1b"}),
         pytest.param(2, 1, FP32, {"memory": {"recompute": "block"}}, marks=pytest.mark.acceptance),
+        pytest.param(2, 2, FP8, {"memory": {"offload": OFFLOAD}}, marks=pytest.mark.acceptance),
     ],
-    ids=["dropout", "lossy cuts", "8-bit gradients", "planned, one site", "gloo", "checkpointed"],
+    ids=["dropout", "lossy cuts", "8-bit gradients", "planned, one site", "gloo", "checkpointed", "offloaded"],
 )
 def test_replicas_give_the_plain_loop_with_the_same_sums(tmp_path, replicas, stages, all_reduce, sections):
     config = replicated(replicas, stages, all_reduce=all_reduce, **sections)

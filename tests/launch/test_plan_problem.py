@@ -1,5 +1,7 @@
 """What of a cluster.yaml the planner is told."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from support.planner_problems import cluster, host
@@ -7,6 +9,7 @@ from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import stage_estimate
+from tahq.memory import estimate
 from tahq.models.model_spec import load_spec
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
@@ -38,11 +41,19 @@ def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
-@pytest.mark.parametrize("optimizer", ["adamw", "qgalore", "galore"])
-@pytest.mark.parametrize("memory", [{}, {"activations": "agoq", "gradients": "fp8"}], ids=["plain", "8 bits"])
+@pytest.mark.parametrize(
+    ("optimizer", "memory"),
+    [
+        *product(["adamw", "qgalore", "galore"], [{}, {"activations": "agoq", "gradients": "fp8"}]),
+        ("adamw", {"offload": ["residual", "m", "v"]}),
+        ("adamw", {"offload": ["weights", "gradients"]}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, memory, schedule):
+def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, memory, schedule, monkeypatch):
     """With a vocabulary large enough for head and logits to be most of what the last stage takes."""
+    monkeypatch.setattr(estimate, "DECODED_AT_A_TIME", 1)  # of a model with parts that are smaller than a stage
     config, spec = loaded(
         vocab_size=4096,
         training={**TWO_MICRO_BATCHES, "optimizer": optimizer},

@@ -27,7 +27,7 @@ from tahq.quant import get_codec
 from tahq.quant.aqsgd.codec import AqsgdCodec
 from tahq.quant.config import WireConfig
 from tahq.units import format_rate, format_size
-from tahq.worker.assembly import block_ranges
+from tahq.worker.assembly import block_ranges, offloaded
 from tahq_launch.command_line import plain_table
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.plan.step_traffic import StepFlow, host_traffic, link_speeds, step_flows, wire_only_step_s
@@ -62,6 +62,7 @@ class _DryRun:
         self.bf16 = [computes_in_bf16(config, device.type) for device in self.devices]
         self.memory = []
         for stage, device in zip(self.stages, self.devices, strict=True):
+            offloaded(config, stage % config.pipeline.stages, device)
             self.memory.append(stage_estimate(config, self.spec, stage, device=device.type))
             progress((stage + 1) / len(self.stages))
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
@@ -118,10 +119,20 @@ class _DryRun:
             "Peak memory (estimated from sizes; Python, torch, data and fragmentation add to it)",
             plain_table(["stage", "in flight", *self.memory[0].kinds(), "total"], rows),
         ]
-        lines += memory_lines(self.config)
+        lines += [*self._host_memory(), *memory_lines(self.config)]
         if self.config.run.snapshot_every is not None:
             lines.append(self._checkpoint_buffers())
         return "\n".join([*lines, *self._too_large()])
+
+    def _host_memory(self) -> Iterator[str]:
+        """What is offloaded."""
+        if any(memory.host_total for memory in self.memory):
+            yield "Host memory of what is offloaded (memory.offload)"
+            rows = [
+                (stage, *map(format_size, (*memory.host_kinds().values(), memory.host_total)))
+                for stage, memory in enumerate(self.memory)
+            ]
+            yield plain_table(["stage", *self.memory[0].host_kinds(), "total"], rows)
 
     def _checkpoint_buffers(self) -> str:
         num_buffers = self.config.run.snapshot_buffers
@@ -141,6 +152,7 @@ class _DryRun:
             if str(device) == "cuda":  # as `compute_device` chooses for `auto`
                 device = torch.device("cuda", stage % max(1, torch.cuda.device_count()))
             needed[device] += memory.total
+            needed[torch.device("cpu")] += memory.host_total
         for device, nbytes in needed.items():
             installed = installed_nbytes(device)
             if installed and nbytes > installed:

@@ -361,7 +361,7 @@ def _problem(
     sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
     codecs = _codecs(given)
     by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
-    is_listed = any(isinstance(each, list) for each in by_stage)
+    is_listed = any(isinstance(each, list | tuple) for each in (*by_stage, *given.memory.offload))
     may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
     return replace(
         problem,
@@ -411,7 +411,8 @@ def _memory_choices(given: ClusterConfig) -> list[dict[str, Any]]:
     """What may be chosen under `memory`, the first choice first: what keeps all bits before 8-bit gradients."""
     gradients: list[str] = [given.memory.gradients]
     if given.memory.gradients == "auto":
-        gradients = ["fp32"] if given.training.is_fused else ["fp32", "fp8"]
+        stays_fp32 = given.training.is_fused or "gradients" in given.memory.all_offload
+        gradients = ["fp32"] if stays_fp32 else ["fp32", "fp8"]
     levels: list[Any] = [given.memory.recompute]
     if given.memory.recompute == "auto" and given.model.sleep is not None:
         levels = ["none"]

@@ -10,9 +10,10 @@ from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
-from tahq.memory.estimate import StepNumbers, fp32_gradient, stage_memory
+from tahq.memory.estimate import StepNumbers, fp32_gradient, keeps_copies, on_host, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
+    MicroBatchShape,
     copied_by_block,
     copied_by_head,
     deferred_by_block,
@@ -146,13 +147,11 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
     device = _device(config)
     shape = micro_batch_shape(config, spec, 1, device=device)
-    if shape.recompute == "block":  # each micro-batch makes its own copies, see `_held`
-        shape = replace(shape, copies_weights=False, copies_head=False)
-    numbers = StepNumbers(
-        shape=shape,
-        in_flight=0,
+    if shape.recompute == "block" and not keeps_copies(config.memory.offload_of()):
+        shape = replace(shape, copies_weights=False, copies_head=False)  # each micro-batch makes its own, see `_held`
+    numbers = replace(
+        _offload_numbers(config, shape),
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
-        frame_nbytes=0,
         kept_code_nbytes=kept_code_nbytes(config, device),
         low_rank=low_rank_settings(config.training, config.run.seed),
         is_fused=config.training.is_fused,
@@ -160,6 +159,19 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
     )
     memory = stage_memory(spec, blocks, numbers)
     return float(memory.weights + memory.gradients + memory.optimizer)
+
+
+def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbers:
+    """With what all stages offload."""
+    which = config.memory.offload_of()
+    return StepNumbers(
+        shape=shape,
+        in_flight=0,
+        optimizer_nbytes=lambda shapes: 0,
+        frame_nbytes=0,
+        offload=which,
+        moments_nbytes=partial(optimizer_nbytes, config.training, moments=which),
+    )
 
 
 def _weights_nbytes(spec: ModelSpec, blocks: BlockRange) -> float:
@@ -191,6 +203,14 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _fp32_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
+    if copies and not keeps_copies(config.memory.offload_of()):
+        again += copied_by_block(spec, shape)
+    host = on_host(spec, BlockRange(0, spec.num_layers, spec.num_layers), _offload_numbers(config, shape))
+    saved -= host.stream
+
+    def workspace(nbytes: int) -> int:
+        return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update)
+
     return HeldBytes(
         block=saved,
         first=saved_by_embedding(spec, shape),
@@ -199,8 +219,8 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         last_put_off=max(0, deferred[1] - head_kept),
         stage=rotary_tables(spec, shape),
         tensor=tensor,
-        workspace=logits + matrix * head + gradient,
-        again=again + (copied_by_block(spec, shape) if copies else 0) + matrix * largest + gradient,
+        workspace=workspace(logits + matrix * head),
+        again=workspace(again + matrix * largest),
     )
 
 

@@ -54,6 +54,7 @@ class BlockwiseAdamW(AdamwLoop):
     def __init__(self, *args: Any, block: int = BLOCK, **others: Any) -> None:
         self._block = block
         super().__init__(*args, **others)
+        self.reads_host_memory = all(has_ptx(p.device.type) for group in self.param_groups for p in group["params"])
 
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
         return bind_kernels(weight, gradient, state, self._block, is_stochastic=self.is_stochastic)

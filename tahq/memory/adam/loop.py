@@ -94,6 +94,9 @@ class AdamwLoop(Optimizer):
     decoupled.
     """
 
+    reads_host_memory = False
+    """Whether the kernels of a step take states in pinned memory."""
+
     def __init__(
         self,
         params: Any,
@@ -114,12 +117,17 @@ class AdamwLoop(Optimizer):
         """Take one step on the parameters' gradients; the host waits for no device."""
         _run_side_by_side([job for group in self.param_groups for job in self._jobs_of(group)])
 
+    def states_of(self, parameter: Parameter) -> State:
+        """A parameter's states, made if it has none."""
+        state: State = self.state[parameter]
+        if not state:
+            state.update(new_states(self._states(tuple(parameter.shape)), parameter.device))
+        return state
+
     def _jobs_of(self, group: dict[str, Any]) -> Iterator[Job]:
         numbers: dict[int, AdamwNumbers] = {}
         for parameter in group["params"]:
-            state: State = self.state[parameter]
-            if not state:
-                state.update(new_states(self._states(tuple(parameter.shape)), parameter.device))
+            state = self.states_of(parameter)
             if parameter.grad is None:
                 continue
             state["step"] += 1

@@ -5,8 +5,8 @@ bytes per element. A micro-batch's gradient is added in fp32 to what the codes d
 and coded, and its fp32 copy is freed; so only one gradient at a time is there in fp32. The optimizer reads the decoded
 gradient, of a few holders at a time.
 
-The codes are the holder's attribute `gradient_codes`, None before there are any. Without that attribute, all functions
-here act on `grad` alone.
+The codes are the holder's attribute `gradient_codes`, None before there are any. A parameter whose gradient is in host
+memory (`offload/host_part.py`) is treated alike, but for the codes. For others all functions here act on `grad` alone.
 """
 
 import importlib
@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from tahq.memory.offload.host_memory import lent
+from tahq.memory.offload.host_part import host_gradient, host_part
 from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks, stored_nbytes
 from tahq.models.deferred_gradients import after_gradient
 
@@ -44,21 +46,25 @@ Holder = TypeVar("Holder", bound=HoldsGradient)
 
 
 def store_gradient(holder: HoldsGradient) -> None:
-    """Keep a holder's gradient in codes from now on."""
-    holder.gradient_codes = None  # type: ignore[attr-defined]
+    """Keep a holder's gradient in codes from now on, or in host memory if that is its place."""
+    if host_gradient(holder) is None:
+        holder.gradient_codes = None  # type: ignore[attr-defined]
     after_gradient(holder, fold_gradient)
 
 
 def is_stored(holder: HoldsGradient) -> bool:
-    """Whether a holder keeps its gradient in codes."""
-    return hasattr(holder, "gradient_codes")
+    """Whether a holder keeps its gradient in codes, or in host memory."""
+    return hasattr(holder, "gradient_codes") or host_gradient(holder) is not None
 
 
 @torch.no_grad()
 def fold_gradient(holder: Any) -> None:
-    """Add the gradient that has come to the codes, and free it."""
+    """Add the gradient that has come to the stored one, and free it."""
     gradient, holder.grad = holder.grad, None
     if gradient is None:
+        return
+    if (on_host := host_gradient(holder)) is not None:
+        on_host.add(gradient)
         return
     past: tuple[torch.Size, BlockCodes] | None = holder.gradient_codes
     if gradient.is_cuda and find_spec("triton") is not None:
@@ -71,7 +77,9 @@ def fold_gradient(holder: Any) -> None:
 
 
 def gradient_of(holder: HoldsGradient) -> torch.Tensor | None:
-    """The gradient, decoded where it is stored; None without one."""
+    """The gradient, decoded or copied where it is stored; None without one."""
+    if (on_host := host_gradient(holder)) is not None and on_host.is_there:
+        return on_host.copy()
     past: tuple[torch.Size, BlockCodes] | None = getattr(holder, "gradient_codes", None)
     return holder.grad if past is None else dequantize_blocks(past[1], past[0])
 
@@ -88,7 +96,11 @@ def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
     """Multiply every gradient in place, of stored ones the scales; does nothing if the factor is 1."""
     if factor == 1.0:
         return
-    codes = [holder.gradient_codes for holder in holders if is_stored(holder)]  # type: ignore[attr-defined]
+    holders = list(holders)
+    for holder in holders:
+        if (on_host := host_gradient(holder)) is not None:
+            on_host.scale(factor)
+    codes = [getattr(holder, "gradient_codes", None) for holder in holders]
     plain = [holder.grad for holder in holders if holder.grad is not None]
     tensors = [*plain, *(past[1].scales for past in codes if past is not None)]
     if tensors:
@@ -98,26 +110,45 @@ def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
 def drop_gradient(holder: HoldsGradient) -> None:
     """Forget a holder's gradient."""
     holder.grad = None
-    if is_stored(holder):
+    if (on_host := host_gradient(holder)) is not None:
+        on_host.drop()
+    elif is_stored(holder):
         holder.gradient_codes = None  # type: ignore[attr-defined]
 
 
 def with_gradients(holders: Iterable[Holder]) -> Iterator[list[Holder]]:
-    """Holders in parts, each while its gradients, and no others, are there in fp32; unstored ones all in one part."""
+    """Holders in parts, each while its gradients, and no others, are there in fp32, and drop them.
+
+    What a holder has in host memory is lent to its part. Holders with nothing stored elsewhere are all in one part.
+    """
     parts: list[list[Holder]] = [[]]
     for holder in holders:
-        room = DECODED_AT_A_TIME - sum(each.numel() for each in parts[-1] if is_stored(each))
-        if parts[-1] and is_stored(holder) and holder.numel() > room:
+        room = DECODED_AT_A_TIME - sum(each.numel() for each in parts[-1] if _arrives(each))
+        if parts[-1] and _arrives(holder) and holder.numel() > room:
             parts.append([])
         parts[-1].append(holder)
+    later = [[each.grad for each in part] for part in parts]
     for part in parts:
         for holder in part:
-            if is_stored(holder):
-                holder.grad = gradient_of(holder)
+            holder.grad = None
+    loans = (
+        [loan for each in part if (host := host_part(each)) is not None for loan in host.loans()] for part in parts
+    )
+    for _, part, gradients in zip(lent(loans), parts, later, strict=True):
+        for holder, gradient in zip(part, gradients, strict=True):
+            on_host = host_gradient(holder)
+            if on_host is None or not on_host.is_there:
+                holder.grad = gradient if gradient is not None else gradient_of(holder)
+            else:
+                holder.grad = on_host.lent()
         yield part
+        gradients.clear()
         for holder in part:
-            if is_stored(holder):
-                drop_gradient(holder)
+            drop_gradient(holder)
+
+
+def _arrives(holder: HoldsGradient) -> bool:
+    return is_stored(holder) or host_part(holder) is not None
 
 
 def stored_gradient_nbytes(numel: int) -> int:

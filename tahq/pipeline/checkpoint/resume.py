@@ -324,6 +324,7 @@ RULES: Mapping[str, KeyRule] = {
     "pipeline.in_flight": KeyRule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
     "memory.recompute": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
+    "memory.offload": KeyRule(Verdict.EXACT, "what is in host memory has the same bits"),
     "memory.activations": KeyRule(
         Verdict.INEXACT,
         "activations and products are rounded differently",

@@ -1,0 +1,1 @@
+"""Tensors in host memory: `memory.offload`."""
