@@ -187,7 +187,8 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
     keeps_values = "master" in which or ("weights" in which and not shape.reads_copies)
     values = shape.weight_nbytes * elements if keeps_values else 0
     copies = _BF16 * elements if shape.reads_copies and "weights" in which else 0
-    gradients = _FP32 * elements if "gradients" in which else 0
+    gradient = _BF16 if numbers.gradients == "bf16" else _FP32
+    gradients = gradient * elements if "gradients" in which else 0
     moments, stream = numbers.moments_nbytes(matrices), streamed_by_block(spec, shape, which)
     two = min(2, num_blocks)
     products = copies if shape.reads_copies else values
@@ -198,7 +199,7 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
         gradients,
         moments,
         stream,
-        two * (products // num_blocks + stream) + (3 * _FP32 * largest if gradients else 0),
+        two * (products // num_blocks + stream) + (3 * gradient * largest if gradients else 0),
         math.ceil(share * (values + copies + gradients + moments)),
     )
 

@@ -91,6 +91,31 @@ def test_a_run_is_resumed_with_and_without_offload(tmp_path, uncut):
     assert_equal_to_the_bit(run, uncut)
 
 
+def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path):
+    llama = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}
+    offload = [["m", "weights"], ["residual", "v"], [], ["gradients", "residual", "weights"]]
+    memory = {"offload": offload, "recompute": ["none", "block", "norm", "qkv"], "attention_chunks": 2}
+    assert_equal_to_the_bit(launch(tmp_path, tiny(model=llama, memory=memory)), plain(tiny(model=llama)))
+
+
+def test_every_option_at_once_trains_and_offload_changes_no_bit_of_it(tmp_path):
+    arithmetic = {"gradients": "bf16", "residual": "bf16", "loss_chunks": 2}
+    training = {
+        **{"precision": "fp8", "optimizer": "adamw_bf16", "adamw_bf16": {"weights": "bf16"}, "z_loss": 1e-4},
+        **{"steps": 8, "seq_len_schedule": [[8, 2], [16, 4]], "lr_schedule": "wsd", "decay_shape": "sqrt"},
+    }
+    exact = {"recompute": "block", "attention_chunks": 2, "offload": ["residual", "m", "v", "weights", "gradients"]}
+    runs = []
+    for number, options in enumerate(({}, exact)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        runs.append(train(folder, tiny(training=training, memory={**arithmetic, **options})))
+    plain_run, run = runs
+    assert run.losses == plain_run.losses
+    assert [name for name in run.weights if not torch.equal(run.weights[name], plain_run.weights[name])] == []
+    assert run.losses[-1] < run.losses[0]
+
+
 @pytest.mark.acceptance
 @pytest.mark.parametrize("gradients", ["fp32", "fp8"])
 def test_loss_in_chunks_does_not_depend_on_stages_or_schedule(tmp_path, uncut, gradients):

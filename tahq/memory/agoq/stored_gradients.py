@@ -103,8 +103,12 @@ def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
     codes = [getattr(holder, "gradient_codes", None) for holder in holders]
     plain = [holder.grad for holder in holders if holder.grad is not None]
     tensors = [*plain, *(past[1].scales for past in codes if past is not None)]
-    if tensors:
-        torch._foreach_mul_(tensors, factor)  # one kernel launch for many tensors
+    wide = [tensor for tensor in tensors if tensor.dtype == torch.float32]
+    if wide:
+        torch._foreach_mul_(wide, factor)  # one kernel launch for many tensors
+    for tensor in tensors:
+        if tensor.dtype != torch.float32:
+            tensor.mul_(factor)  # of bf16 the other would round the factor, too, on CPUs
 
 
 def drop_gradient(holder: HoldsGradient) -> None:

@@ -17,22 +17,23 @@ COPIED = torch.bfloat16
 
 
 class HostGradient:
-    """A parameter's gradient, summed in fp32 on the device and kept on the host between micro-batches.
+    """A parameter's gradient, summed on the device, in its own type, and kept on the host between micro-batches.
 
     It is multiplied when it is read, by one factor after the other, as a gradient on the device would have been.
     """
 
-    def __init__(self, parameter: Parameter, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        self._sum = torch.empty(parameter.shape, device=parameter.device)
-        self.item = memory.place_for(self._sum)
-        self.item.release()
         self._factors: list[float] = []
         self.is_there = False
         """Whether there is one."""
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add a micro-batch's gradient."""
+        """Add a micro-batch's gradient; the first one gives all sums their type."""
+        if not hasattr(self, "item"):
+            self._sum = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+            self.item = self._memory.place_for(self._sum)
+            self.item.release()
         if self.is_there:
             self.lent().add_(gradient)
             self._factors.clear()
@@ -85,7 +86,7 @@ class HostPart:
         self.states: dict[str, Offloaded] = {}
         """By name, such as `exp_avg`."""
         self._is_in_place = False
-        self.gradient = HostGradient(parameter, memory) if "gradients" in which else None
+        self.gradient = HostGradient(memory) if "gradients" in which else None
         self.values = self._away(parameter) if "master" in which or ("weights" in which and not reads_copies) else None
         self.copy: torch.Tensor | None = None
         self.product: Offloaded | None = self.values
