@@ -183,13 +183,15 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
     prefix = f"{spec.layout.trunk}.{spec.layout.blocks}."
     parameters = slice_parameters(spec, blocks).items()
     matrices = [each for name, each in parameters if name.startswith(prefix) and len(each) > 1]
+    ends = [each for name, each in parameters if not name.startswith(prefix) and len(each) > 1]
     elements, largest = sum(map(math.prod, matrices)), max(map(math.prod, matrices))
     keeps_values = "master" in which or ("weights" in which and not shape.reads_copies)
     values = shape.weight_nbytes * elements if keeps_values else 0
     copies = _BF16 * elements if shape.reads_copies and "weights" in which else 0
     gradient = _BF16 if numbers.gradients == "bf16" else _FP32
     gradients = gradient * elements if "gradients" in which else 0
-    moments, stream = numbers.moments_nbytes(matrices), streamed_by_block(spec, shape, which)
+    moments, of_ends = numbers.moments_nbytes(matrices), numbers.moments_nbytes(ends)
+    stream = streamed_by_block(spec, shape, which)
     two = min(2, num_blocks)
     products = copies if shape.reads_copies else values
     share = min(1.0, two * max(DECODED_AT_A_TIME, largest) / elements)
@@ -197,10 +199,10 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
         values,
         copies,
         gradients,
-        moments,
+        moments + of_ends,
         stream,
         two * (products // num_blocks + stream) + (3 * gradient * largest if gradients else 0),
-        math.ceil(share * (values + copies + gradients + moments)),
+        max(of_ends, math.ceil(share * (values + copies + gradients + moments))),
     )
 
 

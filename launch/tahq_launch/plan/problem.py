@@ -205,7 +205,9 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
     if copies and not keeps_copies(config.memory.offload_of()):
         again += copied_by_block(spec, shape)
-    host = on_host(spec, BlockRange(0, spec.num_layers, spec.num_layers), _offload_numbers(config, shape))
+    # with one end of the model, as first and last stage have
+    blocks = BlockRange(0, spec.num_layers, spec.num_layers + (config.pipeline.stages > 1))
+    host = on_host(spec, blocks, _offload_numbers(config, shape))
     saved -= host.stream
 
     def workspace(nbytes: int) -> int:

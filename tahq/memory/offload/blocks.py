@@ -57,7 +57,14 @@ def build_offloaded_slice(
 
 
 def offload_blocks(module: ModelSlice, which: Collection[Offload], memory: HostMemory) -> None:
-    """Make a slice compute with what is in host memory; call it after `recompute`."""
+    """Make a slice compute with what is in host memory; call it after `recompute`.
+
+    Of embedding and head only moments are offloaded.
+    """
+    if moments := frozenset(which) & {"m", "v"}:
+        for parameter in module.parameters():
+            if parameter.ndim > 1 and host_part(parameter) is None:
+                parameter.host = HostPart(parameter, moments, memory, reads_copies=False)  # type: ignore[attr-defined]
     module.owns_products |= any(hasattr(each, "product_copy") for each in module.parameters())
     module.around_block = BlockOffload(module, which, memory)
 
