@@ -101,8 +101,14 @@ def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path):
 def test_every_option_at_once_trains_and_offload_changes_no_bit_of_it(tmp_path):
     arithmetic = {"gradients": "bf16", "residual": "bf16", "loss_chunks": 2}
     training = {
-        **{"precision": "fp8", "optimizer": "adamw_bf16", "adamw_bf16": {"weights": "bf16"}, "z_loss": 1e-4},
-        **{"steps": 8, "seq_len_schedule": [[8, 2], [16, 4]], "lr_schedule": "wsd", "decay_shape": "sqrt"},
+        "precision": "fp8",
+        "optimizer": "adamw_bf16",
+        "adamw_bf16": {"weights": "bf16"},
+        "z_loss": 1e-4,
+        "steps": 8,
+        "seq_len_schedule": [[8, 2], [16, 4]],
+        "lr_schedule": "wsd",
+        "decay_shape": "sqrt",
     }
     exact = {"recompute": "block", "attention_chunks": 2, "offload": ["residual", "m", "v", "weights", "gradients"]}
     runs = []
