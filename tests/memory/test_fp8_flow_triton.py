@@ -3,6 +3,8 @@
 The interpreter cuts off where bf16 rounds, so that tensors in and out are fp32 there.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from support.fp8_flow_checks import check_gated, check_norm, check_rotation, check_tensor_codes, matrices, same
@@ -13,6 +15,7 @@ from support.small_slices import different, gradients, make_slice, make_spec, re
 from tahq.memory.coat import fp8_codes
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.config import CoatConfig, Fp8Config
+from tahq.memory.rotary import Rotation
 
 pytestmark = on_device
 SHAPES = sizes([(5, 20)], [(1, 1), (2, 130)], [(70, 130), (256, 1024)])
@@ -60,6 +63,30 @@ def test_gated_activations_equal_the_references(kernels, shape, sort):
 
 def test_rotation_and_its_transpose_equal_the_references(kernels):
     check_rotation(kernels, DEVICE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "dtypes",
+    sizes([(torch.float32, torch.float32)], [], [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]),
+    ids=str,
+)
+def test_rotation_and_its_gradient_are_those_of_transformers(kernels, monkeypatch, name, dtypes):
+    monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
+    theirs = import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
+    given, rounded = dtypes
+    query, key = (normal((2, 5, heads, 12), heads).to(DEVICE, given).requires_grad_() for heads in (6, 2))
+    angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003]).repeat(2)
+    tables = angles.cos()[None].to(DEVICE), angles.sin()[None].to(DEVICE)
+    wide = [x.detach().float().transpose(1, 2).requires_grad_() for x in (query, key)]
+    for x, like, expected in zip((query, key), wide, theirs(*wide, *tables), strict=True):
+        got = Rotation.apply(x, *tables, rounded)
+        assert got.dtype == rounded
+        flowing = normal(got.shape, 1).to(DEVICE, rounded)
+        got.backward(flowing)
+        expected.backward(flowing.float().transpose(1, 2))
+        torch.testing.assert_close(got, expected.transpose(1, 2).to(rounded))
+        torch.testing.assert_close(x.grad, like.grad.transpose(1, 2).to(given))
 
 
 def test_every_code_comes_back(kernels):

@@ -156,11 +156,13 @@ def gated_gradient(
     return _tiled(kernels.gated_gradient_kernel, inputs, gradient.shape, (groups,), scale, fp8, layouts, **options)
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype, *, transposed: bool
+) -> torch.Tensor:
     """See the reference; within a rounding of fp32."""
     values = x.contiguous()
     batch, positions, heads, channels = values.shape
-    result, half = torch.empty_like(values), channels // 2
+    result, half = torch.empty_like(values, dtype=dtype), channels // 2
     blocks = {"H": _power_of_two(heads), "D": _power_of_two(half)}
     _launch(
         kernels.rotary_kernel, batch * positions,
