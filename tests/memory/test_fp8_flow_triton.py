@@ -12,6 +12,8 @@ from support.interpreter import DEVICE, in_interpreter, on_device, sizes
 from support.samples import normal
 from support.small_slices import different, gradients, make_slice, make_spec, relative_distance
 
+from tahq.memory import fp8_products, recompute
+from tahq.memory.agoq import stored_inputs
 from tahq.memory.coat import fp8_codes
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.config import CoatConfig, Fp8Config
@@ -120,3 +122,27 @@ def test_products_in_fp8_by_kernels_are_those_of_the_reference(kernels, monkeypa
     expected = gradients(make_slice(spec, fp8=Fp8Config()), seq_len=8)
     monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
     assert different(gradients(make_slice(spec, fp8=Fp8Config()), seq_len=8), expected) == []
+
+
+@in_interpreter
+def test_maxima_from_norms_and_activations_replace_passes_over_their_outputs(kernels, monkeypatch):
+    from tahq.memory.agoq import stored_triton
+
+    monkeypatch.setattr(fp8_codes, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
+    monkeypatch.setattr(recompute, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(stored_inputs, "_triton_for", lambda device: stored_triton)
+    passes, find = [], kernels.group_maxima
+    monkeypatch.setattr(kernels, "group_maxima", lambda x: passes.append(x.shape) or find(x))
+    spec = make_spec("llama", hidden_size=16, num_heads=2, intermediate_size=32)
+
+    def found() -> tuple[dict[str, torch.Tensor], int]:
+        passes.clear()
+        return gradients(make_slice(spec, "none", fp8=Fp8Config()), seq_len=8), len(passes)
+
+    with_maxima, few = found()
+    for module in (fp8_codes, fp8_products):
+        monkeypatch.setattr(module, "kept_scale", lambda x, fp8: None)
+    without, many = found()
+    assert different(with_maxima, without) == []
+    assert many - few == 5  # outputs of two norms and the activation, gradients of gate and up

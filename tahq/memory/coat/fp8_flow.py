@@ -189,7 +189,7 @@ class _BeforeAttention(torch.autograd.Function):
         codes, scales, rstd, norm_weight, *kept = ctx.saved_tensors
         flow, y, of_normalised = ctx.flow, TensorCodes(*kept), []
         for weight, gradient in zip(ctx.weights, gradients[:-1], strict=True):
-            of_output = flow.output_gradient(matrix(gradient), weight)
+            of_output = flow.output_gradient(gradient, weight)
             of_normalised.append(of_output.of_input(weight, flow.dtype))
             of_output.add_weight_gradients(weight, lambda: y, flow.deferred)
         of_hidden, of_norm = flow.kernels.norm_backward(

@@ -30,7 +30,7 @@ from tahq.memory.small_floats.block_codes import has_fp8_units
 from tahq.quant.gpu.launch import on_device_of
 
 _MAXIMA_BLOCK = 8192
-_SCALE_BLOCK = 4096
+_SCALE_BLOCK = 16384
 _GROUPS_BLOCK = 128  # Groups per program of SiLU's kernels: 2048 elements of each tensor
 NORM_ELEMENTS_PER_WARP = 1024
 """In a norm's forward: 32 per thread, so that few threads repeat the work done once per row."""
@@ -53,7 +53,7 @@ def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
     scale = torch.empty(1, dtype=torch.float32, device=maxima.device)
     bits = maxima if maxima.dtype == torch.int32 else maxima.view(torch.int32)
     numbers = {"RECIPROCAL": 1 / LARGEST[fp8], "BLOCK": _SCALE_BLOCK}
-    _launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=8)
+    _launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=32)
     return scale
 
 
