@@ -16,7 +16,8 @@ keyed, so loss and gradients have the bits of a backward that computes nothing a
 
 On CUDA norms, SiLU(gate)·up and GELU by tanh are one kernel each, at every level (`agoq/stored_triton.py`). There only
 their inputs and outputs are kept, at levels that recompute them only the inputs. Rotary embedding is one kernel for Q
-and one for K (`rotary.py`).
+and one for K (`rotary.py`). Gradients of weights are added to those of earlier micro-batches by the products that
+compute them, unrounded (`accumulate_product`).
 
 Source: LLMQ §3.1, Activation checkpointing.
 """
@@ -49,9 +50,9 @@ def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> No
 
     `fuses`: use the kernels of norms and activations, on CUDA; those that COAT or AGoQ change have their own.
     """
-    module.checkpoint_blocks, module.owns_products = level == "block", level not in ("none", "block")
     stored, kinds = EXACTLY_STORED.get(level, ()), ("norms", "mlp")
     on_cuda = has_kernels(next(module.parameters()).device.type)
+    module.checkpoint_blocks, module.owns_products = level == "block", on_cuda or level not in ("none", "block")
     for block in module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}").children():
         first, second = filter(is_norm, block.children())
         attention = next(child for child in block.children() if type(child).__name__.endswith("Attention"))

@@ -78,7 +78,7 @@ class ModelSlice(nn.Module):
     bit-equal, since all randomness is keyed.
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
-    contexts while parts are computed again.
+    contexts while parts are computed again, and which add to gradients in place on CUDA.
     `num_pieces`: equal parts that each sample is cut into; they do not see each other, and have positions of their own.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
@@ -194,8 +194,9 @@ class ModelSlice(nn.Module):
 
         def run_named(hidden: torch.Tensor) -> torch.Tensor:
             """Under the draw name of the first computation: other micro-batches ran in between."""
+            products = own_products(deferred, None) if self.owns_products else recording(deferred)
             with self.random.pinned(name):
-                return _computed(block, hidden, arguments, deferred, recording(deferred))
+                return _computed(block, hidden, arguments, deferred, products)
 
         output: torch.Tensor = checkpoint(run_named, hidden, use_reentrant=False, preserve_rng_state=False)
         return output
