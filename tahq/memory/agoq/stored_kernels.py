@@ -159,12 +159,11 @@ def norm_output_kernel(
     """The norm of a decoded row."""
     block, column, is_block, is_real = _row(channels, K)
     row = tl.program_id(0).to(tl.int64)
-    at = row * channels + column
     first = row * (channels // 128) + block
-    values = _load(codes, scales, at, first, is_block, is_real, K, BITS, NATIVE, PAIRED=True)
+    values = _load_blocks(codes, scales, first, is_block, K, BITS, NATIVE, PAIRED=True)
     normalised, _ = _normalised(values, is_real, channels, epsilon, CENTRED)
     out = _scaled(normalised, weight, bias, column, is_real, HAS_BIAS)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
+    tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_real)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -254,9 +253,9 @@ def activation_output_kernel(
 ):  # fmt: skip
     """The same of decoded numbers."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
-    out, _ = _activated(_load(codes, scales, at, block, is_block, is_real, R, BITS, NATIVE), GATED)
+    out, _ = _activated(_load_blocks(codes, scales, block, is_block, R, BITS, NATIVE), GATED)
     if GATED:
-        out *= _load(up_codes, up_scales, at, block, is_block, is_real, R, BITS, NATIVE)
+        out *= _load_blocks(up_codes, up_scales, block, is_block, R, BITS, NATIVE)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
 
 
