@@ -58,11 +58,11 @@ def rotated_attention(
     dtype = product_dtype(query)
     query, key = (Rotation.apply(x, *position_embeddings, dtype) for x in (query, key))  # type: ignore[no-untyped-call]
     attend = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    attended, _weights = attend[module.config._attn_implementation](
+    attended: torch.Tensor = attend[module.config._attn_implementation](
         module,
         *(x.transpose(1, 2) for x in (query, key, value)),
         attention_mask,
         dropout=module.attention_dropout if module.training else 0.0,
         scaling=module.scaling,
-    )
+    )[0]
     return module.o_proj(attended.flatten(2)), None

@@ -281,7 +281,8 @@ def accumulate_product(
     total, share = parameter.grad, 1
     if total is None:
         total, share = torch.empty_like(parameter), 0
-    torch.addmm(total, left, right, beta=share, out_dtype=total.dtype, out=total)
+    widened: dict[str, Any] = {} if left.dtype == total.dtype else {"out_dtype": total.dtype}
+    torch.addmm(total, left, right, beta=share, out=total, **widened)
     parameter.grad = total
     if is_whole:
         _announce(parameter)
