@@ -246,6 +246,8 @@ def timed(step: Step, work: Work, device: torch.device) -> dict[str, Any]:
 def attempts(work: Work, device: torch.device) -> Iterator[tuple[str, Callable[[], Step]]]:
     """What to try, in order: what it changes, and what builds it."""
     is_cuda = device.type == "cuda"
+    if is_cuda and work.variant != "plain":
+        use_repeatable_kernels()
     room = ROOM * torch.cuda.get_device_properties(device).total_memory if is_cuda else float("inf")
     if work.variant == "plain":
         for recomputes in (False, True):
@@ -255,8 +257,6 @@ def attempts(work: Work, device: torch.device) -> Iterator[tuple[str, Callable[[
                     partial(plain_step, work, device, recomputes=recomputes),
                 )
         return
-    if is_cuda:
-        use_repeatable_kernels()
     ladder = LADDER if work.changes is None else [work.changes]
     for number, changes in enumerate(ladder, start=1):
         configs = {name: work.config(changes, name) for name in ("bf16", "fp8")}
