@@ -7,6 +7,9 @@ gradient of y in E4M3 or E5M2; everything else is E4M3. Products add in fp32. Na
 scale, and so the whole product, NaN. Norms, activations, attention, embedding and head are those of bf16, and so are
 tensors between layers; gradients of weights are fp32.
 
+On CUDA the kernels of norms and activations find the maxima of what they write, outputs and the gradients of an
+activation's inputs; of other tensors a kernel of its own does.
+
 For the backward a product keeps its input's codes, one byte per element, which all products of one input share. Not
 attention's output: attention keeps it anyway, so its codes are made again with the scale of the forward. Inputs that
 are recomputed (`kept`) are coded again too, and have the same codes where they have the same bits.
@@ -34,6 +37,7 @@ from tahq.memory.coat.fp8_codes import (
     OutputGradient,
     TensorCodes,
     WeightCodes,
+    kept_scale,
     layouts_for,
     linear_forward,
     matrix,
@@ -66,6 +70,8 @@ def use_fp8_products(module: ModelSlice, config: Fp8Config) -> None:
     """Compute the products with weights in a slice's blocks in FP8; call it after what changes layers otherwise."""
     for block in module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}").children():
         attention = next(child for child in block.children() if type(child).__name__.endswith("Attention"))
+        for layer in block.children():  # norms and the MLP
+            layer.gives_maxima = True  # type: ignore[assignment]
         for layer in filter(is_linear, block.modules()):
             keeps_input = layer is output_projection(attention)
             layer.forward = partial(_forward, layer, config.backward, keeps_input)
@@ -106,6 +112,7 @@ def _input_codes(
     codes: TensorCodes | None = getattr(x, "fp8_codes", None)
     if codes is None:
         rows = matrix(x)
+        scale = kept_scale(x, E4M3) if scale is None else scale
         codes = x.fp8_codes = tensor_codes(rows, E4M3, layouts(rows), scale)  # type: ignore[attr-defined]
     return codes
 
@@ -153,7 +160,7 @@ class _Fp8Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, saved, dtype = ctx.call, ctx.saved_tensors, ctx.dtype
-        gradient = OutputGradient.of(matrix(gradients[0]), call.weight, call.dtype, call.backward)
+        gradient = OutputGradient.of(gradients[0], call.weight, call.dtype, call.backward)
         again, is_exact = call.again, call.is_exact  # `x` must not refer to `deferred`, which will hold it
 
         def x() -> TensorCodes:

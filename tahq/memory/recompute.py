@@ -15,7 +15,9 @@ not run again. With dropout in attention there is no fused kernel, and `qkv` kee
 keyed, so loss and gradients have the bits of a backward that computes nothing again.
 
 On CUDA norms, SiLU(gate)·up and GELU by tanh are one kernel each, at every level (`agoq/stored_triton.py`). There only
-their inputs and outputs are kept, at levels that recompute them only the inputs.
+their inputs and outputs are kept, at levels that recompute them only the inputs. Rotary embedding is one kernel for Q
+and one for K (`rotary.py`). Gradients of weights are added to those of earlier micro-batches by the products that
+compute them, unrounded (`accumulate_product`).
 
 Source: LLMQ §3.1, Activation checkpointing.
 """
@@ -30,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tahq.memory.agoq.stored_inputs import has_kernels, is_norm, store_inputs_of
 from tahq.memory.config import EXACTLY_STORED, Recompute
+from tahq.memory.rotary import rotated_attention
 from tahq.models.deferred_gradients import current_deferral, own_products, shared_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice
@@ -45,22 +48,24 @@ FUSED_ATTENTION = (
 def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> None:
     """Make a slice's blocks keep what a level says; call it once, before COAT or AGoQ change them.
 
-    `fuses`: use the kernels, on CUDA; those that COAT or AGoQ change have their own.
+    `fuses`: use the kernels of norms and activations, on CUDA; those that COAT or AGoQ change have their own.
     """
-    module.checkpoint_blocks, module.owns_products = level == "block", level not in ("none", "block")
     stored, kinds = EXACTLY_STORED.get(level, ()), ("norms", "mlp")
-    fuses = fuses and has_kernels(next(module.parameters()).device.type)
+    on_cuda = has_kernels(next(module.parameters()).device.type)
+    module.checkpoint_blocks, module.owns_products = level == "block", on_cuda or level not in ("none", "block")
     for block in module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}").children():
         first, second = filter(is_norm, block.children())
         attention = next(child for child in block.children() if type(child).__name__.endswith("Attention"))
         mlp = block.get_submodule("mlp")
+        if on_cuda and module.spec.layout.rotary is not None:
+            attention.forward = partial(rotated_attention, attention)
         again = [second, *mlp.modules()] if level == "ffn" else []
         for layer in block.modules():
             here = () if layer in again else stored
             arguments = {"model": module.spec.hf_config, "is_own": layer in (first, second)}
             if here:
                 store_inputs_of(layer, here, None, **arguments)
-            if fuses:
+            if on_cuda and fuses:
                 kept = [kind for kind in kinds if kind not in here]
                 store_inputs_of(layer, kept, None, **arguments, recomputes=False)
         if level in ("ffn", "qkv", "att"):

@@ -185,21 +185,22 @@ def _kept_logits(shape: MicroBatchShape) -> int:
 def head_workspace(spec: ModelSpec, shape: MicroBatchShape, *, adds_in_place: bool) -> int:
     """The most bytes that head and loss of one micro-batch take beside what `saved_by_head` counts.
 
-    The loss: gradients of log-probabilities and of logits, 8·T·V, with z-loss 4·T·V more; on CUDA nothing. Then the
-    logits' gradient, a·T·V, and the head's, a·C·V, of which bf16 needs a copy in fp32, 4·C·V, to be added. That of
-    low-rank weights is counted by `stage_memory`. In chunks: what the loss keeps of the largest one, too; on CUDA its
-    logits only, the norm's output, 4·T·C, and the rows of a chunk as they are multiplied, and their gradient.
+    On CUDA nothing, or the logits of a chunk, the norm's output, 4·T·C, and the chunk's rows as they are multiplied,
+    with their gradient. Elsewhere the loss: gradients of log-probabilities and of logits, 8·T·V,
+    with z-loss 4·T·V more; then the logits' gradient, a·T·V, and the head's, a·C·V, of which bf16 needs a copy in fp32,
+    4·C·V, to be added. That of low-rank weights is counted by `stage_memory`. In chunks: what the loss keeps of the
+    largest one, too.
 
-    `adds_in_place`: that copy is not made on CUDA, because the backward is split, or is counted with stored gradients.
+    `adds_in_place`: that copy is not made, because the backward is split, or is counted with stored gradients.
     """
     element, cast = shape.element_nbytes, _FP32 if shape.bf16 else 0
     logits = -(-shape.num_tokens // shape.loss_chunks) * spec.vocab_size
     weights = spec.vocab_size * spec.hidden_size if shape.copies_head else 0
-    of_loss = 0 if shape.on_cuda else (3 if shape.has_z_loss else 2) * _FP32 * logits
+    if shape.on_cuda:
+        rows = shape.num_tokens * _FP32 + 2 * element * -(-shape.num_tokens // shape.loss_chunks)
+        return element * logits + rows * spec.hidden_size if shape.loss_chunks > 1 else 0
+    of_loss = (3 if shape.has_z_loss else 2) * _FP32 * logits
     if shape.loss_chunks > 1:
-        if shape.on_cuda:
-            rows = shape.num_tokens * _FP32 + 2 * element * -(-shape.num_tokens // shape.loss_chunks)
-            return element * logits + rows * spec.hidden_size
         are_kept = shape.has_z_loss and not shape.bf16  # the logits themselves, then
         of_loss += (_kept_logits(shape) + (0 if are_kept else element)) * logits
         return max(of_loss, element * logits + (element + cast) * weights)

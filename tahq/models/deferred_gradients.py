@@ -216,7 +216,7 @@ class _Product(torch.autograd.Function):
             if weight.requires_grad:
                 x = tensors[0] if recomputation is None else recomputation.rows(tensors, dtype)
                 rows = x.reshape(-1, x.shape[-1])
-                accumulate(weight, gradient.t().mm(rows) if transposed else rows.t().mm(gradient))
+                accumulate_product(weight, *((gradient.t(), rows) if transposed else (rows.t(), gradient)))
             if bias is not None and bias.requires_grad:
                 accumulate(bias, gradient.sum(0))
 
@@ -302,7 +302,9 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: boo
         _announce(parameter)
 
 
-def accumulate_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_whole: bool) -> None:
+def accumulate_product(
+    parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_whole: bool = True
+) -> None:
     """`accumulate` of left·right. On CUDA a gradient in fp32 takes it as it is computed, neither rounded nor stored."""
     if not (left.is_cuda and gradient_dtype(parameter) == torch.float32):
         accumulate(parameter, left.mm(right), is_whole=is_whole)
@@ -310,7 +312,8 @@ def accumulate_product(parameter: torch.Tensor, left: torch.Tensor, right: torch
     total, share = parameter.grad, 1
     if total is None:
         total, share = torch.empty_like(parameter, dtype=torch.float32), 0
-    torch.addmm(total, left, right, beta=share, out_dtype=total.dtype, out=total)
+    widened: dict[str, Any] = {} if left.dtype == total.dtype else {"out_dtype": total.dtype}
+    torch.addmm(total, left, right, beta=share, out=total, **widened)
     parameter.grad = total
     if is_whole:
         _announce(parameter)

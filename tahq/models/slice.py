@@ -86,7 +86,7 @@ class ModelSlice(nn.Module):
     bit-equal, since all randomness is keyed.
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
     `owns_products`: matrix products are always `deferred_gradients.product`, whose casts of weights outlive autocast's
-    contexts while parts are computed again.
+    contexts while parts are computed again, and which add to gradients in place on CUDA.
     `num_pieces`: equal parts that each sample is cut into; they do not see each other, and have positions of their own.
     `around_block`: computes a block, given its place in the slice, a function that computes it, and that function's
     argument; None: the function is called.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_models
 import bench_optimizer_step
 import pytest
 import torch
@@ -89,6 +90,29 @@ def test_a_small_run_writes_its_table(tmp_path, script):
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in out.read_text().splitlines() if line.startswith("| adamw8bit"))
     assert "| 2.0" in line
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "tokens_per_s", "share"),
+    [("0.5b", "bf16", 149_900, 0.467), ("1.5b", "fp8", 72_900, 0.412), ("7b", "bf16", 13_811, 0.601)],
+)
+def test_shares_of_the_peak_are_those_that_llmq_prints(size, precision, tokens_per_s, share):
+    # its benchmarks/H100x1.md
+    work = bench_models.Work("tahq-bf16", size, "cpu", 1024, 8, 4, 6, None, profile=False)
+    assert work.peak_share(precision, work.tokens / tokens_per_s) == pytest.approx(share, abs=0.003)
+
+
+@pytest.mark.acceptance
+def test_benchmark_of_models_measures_every_variant(tmp_path):
+    out = tmp_path / "table.md"
+    options = ["--small", "--device", "cpu", "--variants", *bench_models.VARIANTS, "--output", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "bench_models.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.read_text().splitlines()]
+    rates = {cells[1]: cells[4] for cells in rows if cells[1:] and cells[1] in bench_models.VARIANTS}
+    assert rates.keys() == set(bench_models.VARIANTS)
+    assert all(float(rate.replace(",", "")) > 0 for rate in rates.values())
 
 
 @pytest.mark.acceptance

@@ -3,6 +3,8 @@
 The interpreter cuts off where bf16 rounds, so that tensors in and out are fp32 there.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from support.fp8_flow_checks import check_gated, check_norm, check_rotation, check_tensor_codes, matrices, same
@@ -10,9 +12,12 @@ from support.interpreter import DEVICE, in_interpreter, on_device, sizes
 from support.samples import normal
 from support.small_slices import different, gradients, make_slice, make_spec, relative_distance
 
+from tahq.memory import fp8_products, recompute
+from tahq.memory.agoq import stored_inputs
 from tahq.memory.coat import fp8_codes
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.config import CoatConfig, Fp8Config
+from tahq.memory.rotary import Rotation
 
 pytestmark = on_device
 SHAPES = sizes([(5, 20)], [(1, 1), (2, 130)], [(70, 130), (256, 1024)])
@@ -62,6 +67,30 @@ def test_rotation_and_its_transpose_equal_the_references(kernels):
     check_rotation(kernels, DEVICE)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "dtypes",
+    sizes([(torch.float32, torch.float32)], [], [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]),
+    ids=str,
+)
+def test_rotation_and_its_gradient_are_those_of_transformers(kernels, monkeypatch, name, dtypes):
+    monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
+    theirs = import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
+    given, rounded = dtypes
+    query, key = (normal((2, 5, heads, 12), heads).to(DEVICE, given).requires_grad_() for heads in (6, 2))
+    angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003]).repeat(2)
+    tables = angles.cos()[None].to(DEVICE), angles.sin()[None].to(DEVICE)
+    wide = [x.detach().float().transpose(1, 2).requires_grad_() for x in (query, key)]
+    for x, like, expected in zip((query, key), wide, theirs(*wide, *tables), strict=True):
+        got = Rotation.apply(x, *tables, rounded)
+        assert got.dtype == rounded
+        flowing = normal(got.shape, 1).to(DEVICE, rounded)
+        got.backward(flowing)
+        expected.backward(flowing.float().transpose(1, 2))
+        torch.testing.assert_close(got, expected.transpose(1, 2).to(rounded))
+        torch.testing.assert_close(x.grad, like.grad.transpose(1, 2).to(given))
+
+
 def test_every_code_comes_back(kernels):
     # All 256 codes, each as the largest but one of a group whose scale is 1: 448 is there too.
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -93,3 +122,27 @@ def test_products_in_fp8_by_kernels_are_those_of_the_reference(kernels, monkeypa
     expected = gradients(make_slice(spec, fp8=Fp8Config()), seq_len=8)
     monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
     assert different(gradients(make_slice(spec, fp8=Fp8Config()), seq_len=8), expected) == []
+
+
+@in_interpreter
+def test_maxima_from_norms_and_activations_replace_passes_over_their_outputs(kernels, monkeypatch):
+    from tahq.memory.agoq import stored_triton
+
+    monkeypatch.setattr(fp8_codes, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
+    monkeypatch.setattr(recompute, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(stored_inputs, "_triton_for", lambda device: stored_triton)
+    passes, find = [], kernels.group_maxima
+    monkeypatch.setattr(kernels, "group_maxima", lambda x: passes.append(x.shape) or find(x))
+    spec = make_spec("llama", hidden_size=16, num_heads=2, intermediate_size=32)
+
+    def found() -> tuple[dict[str, torch.Tensor], int]:
+        passes.clear()
+        return gradients(make_slice(spec, "none", fp8=Fp8Config()), seq_len=8), len(passes)
+
+    with_maxima, few = found()
+    for module in (fp8_codes, fp8_products):
+        monkeypatch.setattr(module, "kept_scale", lambda x, fp8: None)
+    without, many = found()
+    assert different(with_maxima, without) == []
+    assert many - few == 5  # outputs of two norms and the activation, gradients of gate and up

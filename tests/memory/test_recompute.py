@@ -57,7 +57,7 @@ def test_bits_are_equal_on_cuda(family, level, precision, is_split):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_kernels_compute_what_transformers_does(family, bf16):
     spec = make_spec(family, hidden_size=320, num_heads=2)
@@ -66,6 +66,16 @@ def test_kernels_compute_what_transformers_does(family, bf16):
     for name in got:
         if not name.endswith("k_proj.bias"):  # 0 but for rounding
             assert relative_distance(got[name], exact[name]) < 1.2 * relative_distance(plain[name], exact[name]) + 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_attention_that_rotates_by_a_kernel_computes_what_transformers_does(family, monkeypatch):
+    spec = make_spec(family)
+    expected = gradients(make_slice(spec, "att"))
+    monkeypatch.setattr("tahq.memory.recompute.has_kernels", lambda device_type: True)  # a CPU's norms stay torch's
+    got = gradients(make_slice(spec, "att"))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, msg=name)
 
 
 def check_bits(spec: ModelSpec, level: Recompute, precision: str, is_split: bool, device: torch.device) -> None:

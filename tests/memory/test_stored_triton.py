@@ -3,6 +3,7 @@
 The interpreter cuts off where bf16 rounds, so that tensors in and out are fp32 there.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tahq.memory.coat.fp8_codes import E4M3
 from tahq.memory.config import AgoqConfig
 from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks
 from tahq.models.deferred_gradients import DeferredGradients
@@ -100,8 +102,10 @@ def test_unchanged_inputs_of_norms_have_any_number_of_channels(kernels, dtype):
 def check_norms(kernels: Any, bits: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, flowing = (3 + normal(shape)).to(DEVICE, dtype), normal(shape, seed=2).to(DEVICE, dtype)
     for module in norms(shape[-1]):
+        module.gives_maxima = True
         layer = kernels.StoredNorm(module, bits, x, dtype)
         y, tensors = layer.run(x)
+        check_scale(y)
         close(y, module(x.float()).to(dtype))
         leaf = decoded(tensors, bits, x)
         expected = module(leaf)
@@ -124,8 +128,9 @@ def test_activations_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shap
     def function(x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
         return F.gelu(x, approximate="tanh") if up is None else F.silu(x) * up
 
-    layer = kernels.StoredActivation(bits, *inputs)
+    layer = kernels.StoredActivation(bits, *inputs, gives_maxima=True)
     y, tensors = layer.run(*inputs)
+    check_scale(y)
     close(y, function(*(x.float() for x in inputs)).to(dtype))
     num = len(tensors) // len(inputs)
     leaves = [decoded(tensors[num * at : num * (at + 1)], bits, x) for at, x in enumerate(inputs)]
@@ -134,6 +139,24 @@ def test_activations_equal_torch_at_exact_and_decoded_inputs(kernels, bits, shap
     expected.backward(flowing.float())
     for gradient, leaf in zip(layer.gradients(tensors, flowing, [True] * len(inputs)), leaves, strict=True):
         close(gradient, leaf.grad.to(dtype))
+        check_scale(gradient)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_maxima_of_awkward_outputs_are_kept(kernels, value):
+    gate, up = normal((3, 100)).to(DEVICE), normal((3, 100), 1).to(DEVICE)
+    gate[1, 7] = value
+    layer = kernels.StoredActivation(None, gate, up * (value != 0), gives_maxima=True)
+    check_scale(layer.run(gate, up * (value != 0))[0])
+
+
+def check_scale(x: torch.Tensor) -> None:
+    """What x keeps of its magnitudes gives the scale that another pass over it finds."""
+    from tahq.memory.coat import fp8_flow_triton
+
+    scale = fp8_flow_triton.tensor_scale(fp8_flow_triton.group_maxima(x), E4M3)
+    kept = fp8_flow_triton.tensor_scale(x.maxima[0], E4M3)
+    torch.testing.assert_close(kept, scale, rtol=0, atol=0, equal_nan=True)
 
 
 @every_dtype

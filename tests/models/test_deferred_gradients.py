@@ -71,6 +71,14 @@ def test_split_backward_equals_a_whole_backward(family, dropout, blocks, checkpo
     assert_same(whole, split)
 
 
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+@pytest.mark.parametrize(("family", "blocks"), [("gpt2", MIDDLE), ("llama", LAST)])
+def test_own_products_change_no_bit(family, blocks, checkpoint_blocks):
+    modules = [make_slice(family, blocks, checkpoint_blocks=checkpoint_blocks) for _ in range(2)]
+    modules[1].owns_products = True
+    assert_same(*(gradients(module, bf16=True, is_split=False) for module in modules))
+
+
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_sharing_weight_copies_changes_no_gradient_bit(family, is_split):

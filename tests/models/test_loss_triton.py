@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from tahq.memory.agoq.stored_gradients import gradient_of, store_gradient
+from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_head, head_workspace, saved_by_head
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, recording
@@ -209,6 +210,7 @@ def last_part(tokens: int, channels: int, vocab: int) -> tuple[ModelSlice, Model
     config = ModelConfig(family="llama", num_layers=1, hidden_size=channels, num_heads=2)
     spec = load_spec(config, vocab_size=vocab, seq_len=tokens)
     module = build_slice(spec, Parts(range(0), head=True), seed=0, device=DEVICE, random=RandomContext(0)).train()
+    recompute(module, "none")
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return module, spec

@@ -176,5 +176,5 @@ def check_rotation(kernels, device: torch.device) -> None:
     x = torch.randn(2, 5, 3, 12, generator=generator)
     cosine, sine = torch.rand(1, 5, 12, generator=generator), torch.rand(1, 5, 12, generator=generator)
     for transposed in (False, True):
-        got = kernels.rotated(x.to(device), cosine.to(device), sine.to(device), transposed)
-        torch.testing.assert_close(got.cpu(), reference.rotated(x, cosine, sine, transposed))
+        got = kernels.rotated(x.to(device), cosine.to(device), sine.to(device), x.dtype, transposed=transposed)
+        torch.testing.assert_close(got.cpu(), reference.rotated(x, cosine, sine, x.dtype, transposed=transposed))

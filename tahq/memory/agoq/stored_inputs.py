@@ -114,7 +114,7 @@ def store_inputs_of(
         layer.forward = partial(_gated_mlp, layer, bits, recomputes, model.hidden_act == "silu")
     elif "mlp" in which and hasattr(layer, "c_fc"):
         is_by_tanh = model.activation_function in TANH_GELUS
-        layer.act.forward = partial(_activation, layer.act.forward, bits, recomputes, is_by_tanh)
+        layer.act.forward = partial(_activation, layer, layer.act.forward, bits, recomputes, is_by_tanh)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -147,18 +147,19 @@ def _gated_mlp(mlp: Any, bits: Bits, recomputes: bool, is_silu: bool, x: torch.T
     """down(act(gate(x)) · up(x))."""
     activation = mlp.act_fn
     gated = _activation(
-        lambda gate, up: activation(gate) * up, bits, recomputes, is_silu, mlp.gate_proj(x), mlp.up_proj(x)
+        mlp, lambda gate, up: activation(gate) * up, bits, recomputes, is_silu, mlp.gate_proj(x), mlp.up_proj(x)
     )
     result: torch.Tensor = mlp.down_proj(gated)
     return result
 
 
 def _activation(
-    function: Function, bits: Bits, recomputes: bool, has_kernel: bool, *inputs: torch.Tensor
+    mlp: Any, function: Function, bits: Bits, recomputes: bool, has_kernel: bool, *inputs: torch.Tensor
 ) -> torch.Tensor:
     kernels = _kernels_for(inputs[0], bits) if has_kernel else None
     if kernels is not None:
-        return _kept(kernels.StoredActivation(bits, *inputs), *inputs, recomputes=recomputes)
+        layer = kernels.StoredActivation(bits, *inputs, gives_maxima=getattr(mlp, "gives_maxima", False))
+        return _kept(layer, *inputs, recomputes=recomputes)
     return stored(function, bits, *inputs) if recomputes else function(*inputs)
 
 
@@ -218,6 +219,8 @@ def _kept(layer: Layer, *inputs: torch.Tensor, recomputes: bool = True) -> torch
     result: torch.Tensor = _Stored.apply(  # type: ignore[no-untyped-call]
         layer, len(tensors), output, *tensors, *inputs, *layer.parameters
     )
+    if hasattr(output, "maxima"):
+        result.maxima = output.maxima  # type: ignore[attr-defined]
     if recomputes:
         result.kept = _Kept(layer, tensors, is_exact=layer.is_exact)  # type: ignore[attr-defined]
     return result

@@ -18,7 +18,7 @@ from tahq.memory.small_floats.device_bits import (
     sigmoid,
     to_bf16_bits,
 )
-from tahq.quant.gpu.tiles import INFINITY
+from tahq.quant.gpu.tiles import INFINITY, magnitude_bits
 
 _TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2·√(2/π)
 _CUBIC = tl.constexpr(0.044715)
@@ -95,6 +95,16 @@ def _load_blocks(
     return decode(code, EXPONENT, BITS - 1 - EXPONENT, NATIVE) * scale[:, None]
 
 
+@triton.jit
+def _store_rounded(values, y, at, is_real, maxima, MAXIMA: tl.constexpr):
+    """Values fp32 [R, 128] in the dtype of y; MAXIMA: and the bits of their largest magnitude, as they are stored."""
+    rounded = values.to(y.dtype.element_ty)
+    tl.store(y + at, rounded, mask=is_real)
+    if MAXIMA:
+        largest = largest_magnitude(largest_magnitude(rounded.to(tl.float32), 1), 0)
+        tl.store(maxima + tl.program_id(0), magnitude_bits(largest))
+
+
 # -- norms ---------------------------------------------------------------------------------------
 
 
@@ -126,9 +136,9 @@ def _scaled(normalised, weight, bias, column, is_real, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def norm_forward_kernel(
-    x, weight, bias, y, codes, scales, channels, epsilon,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
-    K: tl.constexpr,
+    x, weight, bias, y, codes, scales, maxima, channels, epsilon,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, MAXIMA: tl.constexpr,
+    NATIVE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A row's codes, and the norm of the exact row."""
     block, column, is_block, is_real = _row(channels, K)
@@ -138,7 +148,7 @@ def norm_forward_kernel(
         _store_blocks(values, codes, scales, row * (channels // 128) + block, is_block, K, BITS, LARGEST, NATIVE)
     normalised, _ = _normalised(values, is_real, channels, epsilon, CENTRED)
     out = _scaled(normalised, weight, bias, column, is_real, HAS_BIAS)
-    tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_real)
+    _store_rounded(out, y, row * channels + column, is_real, maxima, MAXIMA)
 
 
 @triton.jit
@@ -149,12 +159,11 @@ def norm_output_kernel(
     """The norm of a decoded row."""
     block, column, is_block, is_real = _row(channels, K)
     row = tl.program_id(0).to(tl.int64)
-    at = row * channels + column
     first = row * (channels // 128) + block
-    values = _load(codes, scales, at, first, is_block, is_real, K, BITS, NATIVE, PAIRED=True)
+    values = _load_blocks(codes, scales, first, is_block, K, BITS, NATIVE, PAIRED=True)
     normalised, _ = _normalised(values, is_real, channels, epsilon, CENTRED)
     out = _scaled(normalised, weight, bias, column, is_real, HAS_BIAS)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
+    tl.store(y + row * channels + column, out.to(y.dtype.element_ty), mask=is_real)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -219,9 +228,9 @@ def _blocks(numel, EVEN: tl.constexpr, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def activation_forward_kernel(
-    x, up, y, codes, scales, up_codes, up_scales, numel,
-    GATED: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
-    R: tl.constexpr,
+    x, up, y, codes, scales, up_codes, up_scales, maxima, numel,
+    GATED: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, MAXIMA: tl.constexpr, NATIVE: tl.constexpr,
+    EVEN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Codes of x, and of `up` where GATED; act(x)·up, or act(x)."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
@@ -234,7 +243,7 @@ def activation_forward_kernel(
         if BITS != 0:
             _store_blocks(raised, up_codes, up_scales, block, is_block, R, BITS, LARGEST, NATIVE)
         out *= raised
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
+    _store_rounded(out, y, at, is_real, maxima, MAXIMA)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -244,25 +253,26 @@ def activation_output_kernel(
 ):  # fmt: skip
     """The same of decoded numbers."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
-    out, _ = _activated(_load(codes, scales, at, block, is_block, is_real, R, BITS, NATIVE), GATED)
+    out, _ = _activated(_load_blocks(codes, scales, block, is_block, R, BITS, NATIVE), GATED)
     if GATED:
-        out *= _load(up_codes, up_scales, at, block, is_block, is_real, R, BITS, NATIVE)
+        out *= _load_blocks(up_codes, up_scales, block, is_block, R, BITS, NATIVE)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=is_real)
 
 
 @triton.jit(do_not_specialize=["numel"])
 def activation_backward_kernel(
-    gradient, codes, scales, up_codes, up_scales, of_x, of_up, numel,
-    GATED: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+    gradient, codes, scales, up_codes, up_scales, of_x, of_up, maxima, up_maxima, numel,
+    GATED: tl.constexpr, BITS: tl.constexpr, MAXIMA: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Gradients at the decoded numbers."""
     block, at, is_block, is_real = _blocks(numel, EVEN, R)
     flowing = tl.load(gradient + at, mask=is_real, other=0.0).to(tl.float32)
     out, slope = _activated(_load(codes, scales, at, block, is_block, is_real, R, BITS, NATIVE), GATED)
     if GATED:
-        tl.store(of_up + at, (flowing * out).to(of_up.dtype.element_ty), mask=is_real)
+        _store_rounded(flowing * out, of_up, at, is_real, up_maxima, MAXIMA)
         flowing *= _load(up_codes, up_scales, at, block, is_block, is_real, R, BITS, NATIVE)
-    tl.store(of_x + at, (flowing * slope).to(of_x.dtype.element_ty), mask=is_real)
+    _store_rounded(flowing * slope, of_x, at, is_real, maxima, MAXIMA)
 
 
 # -- any tensor ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Without bits they keep the inputs themselves. Codes are those of `quantize_blocks`, bit for bit. Outputs and gradients
 are computed in fp32 and rounded once, where torch's layers may round between: within a few units of the last place of
-those.
+those. Where products in FP8 take them, their largest magnitudes come with them (`fp8_codes.keep_maxima`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tahq.memory.agoq import stored_kernels as kernels
+from tahq.memory.coat.fp8_codes import keep_maxima
 from tahq.memory.small_floats.block_codes import BLOCK, FORMATS, BlockCodes, has_fp8_units
 from tahq.quant.gpu.launch import on_device_of
 
@@ -43,9 +44,8 @@ def accumulated(gradient: torch.Tensor, past: BlockCodes | None) -> BlockCodes:
     """E4M3 codes with fp32 scales of a gradient added to `past`, in whose place they are written."""
     values = gradient.detach().contiguous()
     coded = past or BlockCodes(_empty(values, 8).codes, torch.empty(-(-values.numel() // BLOCK), device=values.device))
-    programs = -(-values.numel() // (BLOCK * _BLOCKS))
     with on_device_of(values):
-        kernels.accumulate_kernel[(programs,)](
+        kernels.accumulate_kernel[(_num_runs(values.numel()),)](
             values, *coded, *coded, values.numel(), HAS_PAST=past is not None, NATIVE=_is_native(values, 8),
             **_runs(values.numel()), **_EXACT,
         )  # fmt: skip
@@ -64,6 +64,7 @@ class StoredNorm:
         self._weight, self._bias = layer.weight, getattr(layer, "bias", None)
         self._is_centred = isinstance(layer, nn.LayerNorm)
         self._epsilon = layer.eps if self._is_centred else layer.variance_epsilon
+        self._gives_maxima = getattr(layer, "gives_maxima", False)
         self.parameters = tuple(each for each in (self._weight, self._bias) if each is not None)
 
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -71,11 +72,15 @@ class StoredNorm:
         values = x.detach().contiguous()
         kept, y = _new_kept(values, self._bits), torch.empty(x.shape, dtype=self._dtype, device=x.device)
         inputs, outputs = (values, *self._parameters()), (y, *_pair(kept))
-        self._launch(kernels.norm_forward_kernel, self._tokens, *inputs, *outputs, **_largest(self._bits), **_EXACT)
+        options = {"MAXIMA": self._gives_maxima, **_largest(self._bits), **_EXACT}
+        maxima = _new_maxima(y, self._tokens, self._gives_maxima)
+        self._launch(kernels.norm_forward_kernel, self._tokens, *inputs, *outputs, maxima, **options)
         return y, kept
 
     def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of the decoded input."""
+        """Of the decoded input; of the input itself by the forward's kernel, and so with its bits."""
+        if self.is_exact:
+            return self.run(*tensors)[0]
         y = torch.empty(self._like.shape, dtype=self._dtype, device=tensors[0].device)
         self._launch(kernels.norm_output_kernel, self._tokens, *_pair(tensors), *self._parameters(), y, **_EXACT)
         return y
@@ -122,20 +127,23 @@ class StoredActivation:
 
     parameters: tuple[nn.Parameter, ...] = ()
 
-    def __init__(self, bits: int | None, *inputs: torch.Tensor) -> None:
-        self.is_exact = bits is None
+    def __init__(self, bits: int | None, *inputs: torch.Tensor, gives_maxima: bool = False) -> None:
+        self.is_exact, self._gives_maxima = bits is None, gives_maxima
         self._bits, self._like = bits, [torch.empty_like(x, device="meta") for x in inputs]
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Output; codes and scales, or the inputs."""
         values = [x.detach().contiguous() for x in inputs]
         kept = [tensor for x in values for tensor in _new_kept(x, self._bits)]
-        y, options = torch.empty_like(values[0]), _largest(self._bits) | _EXACT
-        self._launch(kernels.activation_forward_kernel, values[0], values[-1], y, *self._pairs(kept), **options)
+        y, options = torch.empty_like(values[0]), {"MAXIMA": self._gives_maxima, **_largest(self._bits), **_EXACT}
+        arguments = (values[0], values[-1], y, *self._pairs(kept), self._new_maxima(y))
+        self._launch(kernels.activation_forward_kernel, *arguments, **options)
         return y, kept
 
     def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of the decoded inputs."""
+        """Of the decoded inputs; of the inputs themselves by the forward's kernel, and so with its bits."""
+        if self.is_exact:
+            return self.run(*tensors)[0]
         y = torch.empty(self._like[0].shape, dtype=self._like[0].dtype, device=tensors[0].device)
         self._launch(kernels.activation_output_kernel, *self._pairs(tensors), y, **_EXACT)
         return y
@@ -145,9 +153,13 @@ class StoredActivation:
     ) -> list[torch.Tensor | None]:
         """Of the inputs, at the decoded inputs."""
         found = [torch.empty(like.shape, dtype=like.dtype, device=gradient.device) for like in self._like]
-        inputs = (gradient.contiguous(), *self._pairs(tensors))
-        self._launch(kernels.activation_backward_kernel, *inputs, found[0], found[-1])
+        maxima = [self._new_maxima(each) for each in found]
+        arguments = (gradient.contiguous(), *self._pairs(tensors), found[0], found[-1], maxima[0], maxima[-1])
+        self._launch(kernels.activation_backward_kernel, *arguments, MAXIMA=self._gives_maxima)
         return [each if is_needed else None for each, is_needed in zip(found, needed, strict=True)]
+
+    def _new_maxima(self, x: torch.Tensor) -> torch.Tensor:
+        return _new_maxima(x, _num_runs(x.numel()), self._gives_maxima)
 
     def _pairs(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The first input's `_pair` and the last one's."""
@@ -159,11 +171,15 @@ class StoredActivation:
 
 
 def _launch_blocks(kernel: Any, numel: int, bits: int | None, *arguments: torch.Tensor, **options: Any) -> None:
-    programs = -(-numel // (BLOCK * _BLOCKS))
     with on_device_of(arguments[0]):
-        kernel[(programs,)](
+        kernel[(_num_runs(numel),)](
             *arguments, numel, BITS=bits or 0, NATIVE=_is_native(arguments[0], bits), **_runs(numel), **options
         )
+
+
+def _num_runs(numel: int) -> int:
+    """Programs for so many numbers."""
+    return -(-numel // (BLOCK * _BLOCKS))
 
 
 def _runs(numel: int) -> dict[str, Any]:
@@ -191,6 +207,15 @@ def _bits(coded: BlockCodes) -> tuple[torch.Tensor, torch.Tensor]:
 def _new_kept(x: torch.Tensor, bits: int | None) -> list[torch.Tensor]:
     """Codes and scales to be written; without bits the input itself."""
     return [x] if bits is None else [*_empty(x, bits)]
+
+
+def _new_maxima(x: torch.Tensor, programs: int, is_wanted: bool) -> torch.Tensor:
+    """Where programs write the largest magnitudes of x, which keeps them; if they are not wanted, any tensor."""
+    if not is_wanted:
+        return x
+    maxima = torch.empty(programs, dtype=torch.int32, device=x.device)
+    keep_maxima(x, maxima)
+    return maxima
 
 
 def _pair(kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -199,6 +199,20 @@ def tensor_codes(x: torch.Tensor, fp8: torch.dtype, layouts: Layouts, scale: tor
     return codes
 
 
+def keep_maxima(x: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Let a tensor carry the largest magnitudes of its parts, as `tensor_scale` takes them."""
+    x.maxima = maxima, x._version  # type: ignore[attr-defined]
+
+
+def kept_scale(x: torch.Tensor, fp8: torch.dtype) -> torch.Tensor | None:
+    """The scale of a tensor by the maxima that it carries; None: it has none, or has been changed."""
+    maxima, version = getattr(x, "maxima", (None, None))
+    if maxima is None or version != x._version:
+        return None
+    scale: torch.Tensor = kernels_for(x.device).tensor_scale(maxima, fp8)
+    return scale
+
+
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """[…, C] as contiguous [T, C]."""
     return x.reshape(-1, x.shape[-1]).contiguous()
@@ -228,12 +242,12 @@ class OutputGradient:
 
     @classmethod
     def of(cls, gradient: torch.Tensor, weight: WeightCodes, dtype: torch.dtype, products: str) -> "OutputGradient":
-        """Prepare a gradient [T, N] of any dtype for `products`, as `backward_products`, or products in `dtype`."""
-        fp8 = FP8_FORMATS.get(products)
-        of_bias = None if weight.linear.bias is None else gradient.float().sum(0)
+        """Prepare a gradient […, N] of any dtype for `products`, as `backward_products`, or products in `dtype`."""
+        fp8, rows = FP8_FORMATS.get(products), matrix(gradient)
+        of_bias = None if weight.linear.bias is None else rows.sum(0, dtype=torch.float32)
         if fp8 is None:
-            return cls(gradient.to(dtype), None, of_bias)
-        return cls(None, tensor_codes(gradient, fp8, layouts_for(gradient)), of_bias)
+            return cls(rows.to(dtype), None, of_bias)
+        return cls(None, tensor_codes(rows, fp8, layouts_for(rows), kept_scale(gradient, fp8)), of_bias)
 
     def of_input(self, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
         """∂x = ∂y·W: [T, C]."""

@@ -48,6 +48,7 @@ from tahq.memory.coat.fp8_codes import (
     weight_gradient_layout,
 )
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
+from tahq.memory.rotary import Rotation
 from tahq.models.deferred_gradients import DeferredGradients, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.slice import ModelSlice
@@ -120,7 +121,7 @@ class CoatBlock(nn.Module):
         """Q, K, V [B, S, heads·D] to attention's output [B, S, H·D]."""
         attention = self.self_attn
         heads = [x.view(*x.shape[:-1], -1, attention.head_dim) for x in (query, key, value)]
-        rotated = [_Rotation.apply(x, *tables) for x in heads[:2]]  # type: ignore[no-untyped-call]
+        rotated = [Rotation.apply(x, *tables, x.dtype) for x in heads[:2]]  # type: ignore[no-untyped-call]
         dropout = attention.attention_dropout if self.training else 0.0
         query, key, value = (x.transpose(1, 2) for x in (*rotated, heads[2]))
         with torch.autocast(query.device.type, enabled=False):
@@ -188,7 +189,7 @@ class _BeforeAttention(torch.autograd.Function):
         codes, scales, rstd, norm_weight, *kept = ctx.saved_tensors
         flow, y, of_normalised = ctx.flow, TensorCodes(*kept), []
         for weight, gradient in zip(ctx.weights, gradients[:-1], strict=True):
-            of_output = flow.output_gradient(matrix(gradient), weight)
+            of_output = flow.output_gradient(gradient, weight)
             of_normalised.append(of_output.of_input(weight, flow.dtype))
             of_output.add_weight_gradients(weight, lambda: y, flow.deferred)
         of_hidden, of_norm = flow.kernels.norm_backward(
@@ -296,24 +297,3 @@ def _gated_gradients(
     for of, maxima in zip(("gate", "up"), kernels.gated_maxima(gradient, *codes), strict=True):
         scale = kernels.tensor_scale(maxima, fp8)
         yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, of, scale, fp8, layouts_for(gradient)))
-
-
-class _Rotation(torch.autograd.Function):
-    """Rotary embedding of x [B, S, H, D] by tables [1, S, D], in fp32, rounded to the dtype of x.
-
-        x·cos + half(x)·sin,   half(x₁, x₂) = (−x₂, x₁)
-
-    A linear map, whose transpose takes the gradient back. One function that saves only its tables; written out in torch
-    it is eight operations in forward and in backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cosine, sine)
-        rotated: torch.Tensor = kernels_for(x.device).rotated(x, cosine, sine, False)
-        return rotated
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        gradient = kernels_for(gradients[0].device).rotated(gradients[0], *ctx.saved_tensors, True)
-        return gradient, None, None

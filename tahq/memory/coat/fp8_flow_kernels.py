@@ -285,16 +285,15 @@ def rotary_kernel(
     at = (token * heads + head) * (2 * half) + pair
     angle = (token % positions) * (2 * half) + pair
     is_angle = pair < half
-    first = tl.load(x + at, mask=is_real, other=0.0)
+    first = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
     second = tl.load(x + at + half, mask=is_real, other=0.0).to(tl.float32)
     cos1 = tl.load(cosine + angle, mask=is_angle, other=0.0).to(tl.float32)
     cos2 = tl.load(cosine + angle + half, mask=is_angle, other=0.0).to(tl.float32)
     sin1 = tl.load(sine + angle, mask=is_angle, other=0.0).to(tl.float32)
     sin2 = tl.load(sine + angle + half, mask=is_angle, other=0.0).to(tl.float32)
-    wide = first.to(tl.float32)
     if SIGN > 0:
-        low, high = wide * cos1 - second * sin1, second * cos2 + wide * sin2
+        low, high = first * cos1 - second * sin1, second * cos2 + first * sin2
     else:
-        low, high = wide * cos1 + second * sin2, second * cos2 - wide * sin1
-    tl.store(rotated + at, low.to(first.dtype), mask=is_real)
-    tl.store(rotated + at + half, high.to(first.dtype), mask=is_real)
+        low, high = first * cos1 + second * sin2, second * cos2 - first * sin1
+    tl.store(rotated + at, low.to(rotated.dtype.element_ty), mask=is_real)
+    tl.store(rotated + at + half, high.to(rotated.dtype.element_ty), mask=is_real)

@@ -142,13 +142,15 @@ def gated_gradient(
     return quantize_tensor(of_gate if of == "gate" else of_up, scale, fp8, layouts)
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """`fp8_flow.rotate`, or its transpose, x₁·c₁ + x₂·s₂ and x₂·c₂ − x₁·s₁."""
+def rotated(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype, *, transposed: bool
+) -> torch.Tensor:
+    """`rotary.Rotation`, or its transpose, x₁·c₁ + x₂·s₂ and x₂·c₂ − x₁·s₁, in `dtype`."""
     first, second = x.float().chunk(2, dim=-1)
     (c1, c2), (s1, s2) = (table.float()[:, :, None].chunk(2, dim=-1) for table in (cosine, sine))
     if transposed:
-        return torch.cat((first * c1 + second * s2, second * c2 - first * s1), -1).to(x.dtype)
-    return torch.cat((first * c1 - second * s1, second * c2 + first * s2), -1).to(x.dtype)
+        return torch.cat((first * c1 + second * s2, second * c2 - first * s1), -1).to(dtype)
+    return torch.cat((first * c1 - second * s1, second * c2 + first * s2), -1).to(dtype)
 
 
 def _normalised(values: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

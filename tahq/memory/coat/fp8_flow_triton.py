@@ -30,7 +30,7 @@ from tahq.memory.small_floats.block_codes import has_fp8_units
 from tahq.quant.gpu.launch import on_device_of
 
 _MAXIMA_BLOCK = 8192
-_SCALE_BLOCK = 4096
+_SCALE_BLOCK = 16384
 _GROUPS_BLOCK = 128  # Groups per program of SiLU's kernels: 2048 elements of each tensor
 NORM_ELEMENTS_PER_WARP = 1024
 """In a norm's forward: 32 per thread, so that few threads repeat the work done once per row."""
@@ -53,7 +53,7 @@ def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
     scale = torch.empty(1, dtype=torch.float32, device=maxima.device)
     bits = maxima if maxima.dtype == torch.int32 else maxima.view(torch.int32)
     numbers = {"RECIPROCAL": 1 / LARGEST[fp8], "BLOCK": _SCALE_BLOCK}
-    _launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=8)
+    _launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=32)
     return scale
 
 
@@ -156,11 +156,13 @@ def gated_gradient(
     return _tiled(kernels.gated_gradient_kernel, inputs, gradient.shape, (groups,), scale, fp8, layouts, **options)
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype, *, transposed: bool
+) -> torch.Tensor:
     """See the reference; within a rounding of fp32."""
     values = x.contiguous()
     batch, positions, heads, channels = values.shape
-    result, half = torch.empty_like(values), channels // 2
+    result, half = torch.empty_like(values, dtype=dtype), channels // 2
     blocks = {"H": _power_of_two(heads), "D": _power_of_two(half)}
     _launch(
         kernels.rotary_kernel, batch * positions,
