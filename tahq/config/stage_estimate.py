@@ -136,7 +136,7 @@ def _step_numbers(
     return StepNumbers(
         shape=micro_batch_shape(config, spec, training.micro_batch, device=device, stage=stage),
         in_flight=0,
-        optimizer_nbytes=partial(optimizer_nbytes, training),
+        optimizer_nbytes=partial(optimizer_nbytes, training, shares=config.optimizer_shares),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=kept_code_nbytes(config, device, stage),
         low_rank=low_rank_settings(training, config.run.seed),

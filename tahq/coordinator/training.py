@@ -214,6 +214,7 @@ class Training:
             names,
             num_steps=run.num_steps,
             num_stages=options.grid.num_stages,
+            num_norms=options.num_norms,
             abandoned=bool(run.abandoned_for) or options.recorded_replicas.get(run.step) == (),
             snapshot_every=options.snapshot_every,
             skipped_in_a_row=run.skipped_in_a_row,
@@ -268,7 +269,9 @@ class Training:
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options
         lr = learning_rate(options.training, commit.step, self._run.num_steps)
-        record = step_record(commit, prepares, step_time_s, options.grid, lr, self._seats.computing)
+        record = step_record(
+            *(commit, prepares, step_time_s, options.grid, lr, self._seats.computing), num_norms=options.num_norms
+        )
         pairs = zip(record.stages, self._memory, strict=True)
         stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
         schedule, depths = self._schedule.present

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,11 +33,13 @@ from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.gradient_sum import GradientSum, SumCodecs, sum_codec
 from tahq.pipeline.gradients import TiedEmbedding
+from tahq.pipeline.optimizer import owners
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import CudaMarks, Stopwatch
 from tahq.pipeline.update import StageUpdate
 from tahq.quant.config import WireConfig
+from tahq.quant.spec import RawSpec
 from tahq.units import format_size
 
 MAX_KEPT_BATCHES = 16
@@ -62,6 +65,7 @@ class StagePlan:
     wire: WireConfig
     tie: bool
     stores_gradients: bool = False  # `memory.gradients: fp8`
+    shards_optimizer: bool = False  # `memory.shard`; each replica updates its share of the parameters
     sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
 
     @property
@@ -117,9 +121,16 @@ class Stage:
         sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         self._shape = StepShape(*sizes, plan.pipeline.replicas)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
+        self._owners = {
+            number: owners([tuple(p.shape) for p in module.canonical_parameters().values()], plan.pipeline.replicas)
+            for number, module in modules.items()
+        }
+        """By chunk, which replica updates each parameter, where each updates a share."""
+        owner_of = dict(zip(parameters, chain.from_iterable(self._owners.values()), strict=True))
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
             stores_gradients=plan.stores_gradients,
+            owned={name for name in parameters if owner_of[name] == plan.replica} if plan.shards_optimizer else None,
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
@@ -243,6 +254,11 @@ class Stage:
             raise RemoteProtocolError(f"the coordinator sent an invalid schedule: {error}") from error
         return chosen.actions[plan.stage % pipeline.stages], share.start
 
+    def gather_weights(self, step: int) -> None:
+        """After the decision about a step: exchange updated weights with replicas that each update a share."""
+        if self.engine.sums is not None and self.plan.shards_optimizer:
+            self.engine.sums.gather_weights(step)
+
     def take_codec_errors(self) -> list[ErrorSample]:
         """Codec errors measured since the last call."""
         return [sample for boundary in self._boundaries.values() for sample in boundary.take_errors()]
@@ -285,15 +301,17 @@ class Stage:
         plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
         links = [ends for ends in grid.links()[grid.first_sum_link :] if ends.lower in grid.replicas_of(plan.stage)]
         specs = {ends.link: plan.sum_codecs[ends.link] for ends in links}
-        # all get the same codes of a sum: those for the farthest
+        # all get the same codes of a sum: those for the farthest; of a weight its bits
         of_sums = wire.all_reduce if wire.all_reduce in specs.values() else specs[links[0].link]
+        of_sums = str(RawSpec("fp32")) if plan.shards_optimizer else of_sums
         identity, boundaries = CutIdentity(plan.run, plan.seed, grid.num_cuts, plan.replica), {}
         for ends in grid.links_of(plan.stage):
             if ends.link in specs:
                 codecs = SumCodecs(sum_codec(specs[ends.link], wire), sum_codec(of_sums, wire))
                 boundaries[ends.other(plan.stage) // grid.num_stages] = self._link_boundary(ends, identity, codecs)
         holders = {number: list(module.canonical_parameters().values()) for number, module in modules.items()}
-        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts)
+        owners = self._owners if plan.shards_optimizer else None
+        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts, owners)
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         stage, pipeline = self.plan.stage, self.plan.pipeline

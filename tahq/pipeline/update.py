@@ -6,12 +6,13 @@ backward itself applies the step, and nothing is left to do at COMMIT.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 
 import torch
 from torch.nn import Parameter
 
+from tahq.errors import SnapshotError
 from tahq.memory.agoq.stored_gradients import (
     HoldsGradient,
     drop_gradient,
@@ -89,6 +90,7 @@ class StageUpdate:
         low_rank: weights that are trained in a subspace, by canonical name.
         gradient_scale: the factor that gradients carry in the backward; None: never fuse.
         stores_gradients: keep gradients in 8 bits (`memory.gradients: fp8`), unless the update is fused.
+        owned: the parameters that are updated here, with optimizer states (`memory.shard`); None: all.
     """
 
     def __init__(
@@ -102,9 +104,11 @@ class StageUpdate:
         gradient_scale: float | None = None,
         *,
         stores_gradients: bool = False,
+        owned: Collection[str] | None = None,
     ) -> None:
         self._config = config
         self._parameters = dict(parameters)
+        self._owned = {name: p for name, p in parameters.items() if owned is None or name in owned}
         self._low_rank = dict(low_rank or {})
         self._total_steps = total_steps
         self._uncounted = tied.uncounted if tied is not None else None
@@ -119,7 +123,7 @@ class StageUpdate:
         self._num_searched = self._num_due = 0
         self._squares: list[torch.Tensor] = []
         """‖g‖² of the weights that have taken their step within the backward."""
-        self.optimizer = build_optimizer(config, self._parameters, decayed)
+        self.optimizer = build_optimizer(config, self._owned, decayed)
         for weight in self._low_rank.values():
             weight.on_search = self._count_search
         if self._is_fused:
@@ -128,7 +132,8 @@ class StageUpdate:
             for weight in self._low_rank.values():
                 weight.on_gradient = self._step_alone
         elif stores_gradients:
-            for holder in self._gradient_holders():
+            holders: list[HoldsGradient] = [*self._parameters.values(), *self._low_rank.values()]
+            for holder in holders:
                 store_gradient(holder)
 
     def begin(self, step: int) -> None:
@@ -137,9 +142,9 @@ class StageUpdate:
         self._num_due = sum(weight.begin(step) for weight in self._low_rank.values())
 
     def squared_norms(self) -> list[float]:
-        """‖g‖² in fp64 of each parameter, for PREPARE; for low-rank weights, of the projected gradient."""
+        """‖g‖² in fp64 of each parameter that is updated here, for PREPARE; for low-rank weights, of the projection."""
         if not self._is_fused:
-            return squared_norms(p for p in self._gradient_holders() if p is not self._uncounted)
+            return squared_norms(p for p in self._updated() if p is not self._uncounted)
         if any(parameter.grad is not None for parameter in self._parameters.values()):
             raise AssertionError("a gradient bypassed the hooks of the fused update")
         return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []
@@ -152,9 +157,9 @@ class StageUpdate:
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
-        scale_gradients(self._gradient_holders(), clip_factor)
+        scale_gradients(self._updated(), clip_factor)
         lr = self._set_rate(step)
-        for _ in with_gradients(self._parameters.values()):
+        for _ in with_gradients(self._owned.values()):
             self.optimizer.step()
         for part in with_gradients(self._low_rank.values()):
             for weight in part:
@@ -169,9 +174,9 @@ class StageUpdate:
             weight.discard()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer states, by their names in a checkpoint."""
+        """Weights, and optimizer states of those that are updated here, by their names in a checkpoint."""
         weights = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
-        states = optimizer_tensors(self.optimizer, self._parameters)
+        states = optimizer_tensors(self.optimizer, self._owned)
         for weight in self._low_rank.values():
             weights |= weight.weight_tensors()
             states |= weight.states()
@@ -187,13 +192,17 @@ class StageUpdate:
         states = {}
         for name in sorted(names):
             prefix, _, state = name.partition("/")
-            if prefix == "optimizer" and state.partition("/")[2] in self._parameters:
+            if prefix == "optimizer" and state.partition("/")[2] in self._owned:
                 states[state] = read(name)
+        if not states and self._owned and any(name.startswith("optimizer/") for name in names):
+            raise SnapshotError(
+                "the checkpoint's optimizer states of this stage are in files of other replicas; copy them here"
+            )
         if states:
-            load_optimizer_tensors(self._config, self.optimizer, self._parameters, states)
+            load_optimizer_tensors(self._config, self.optimizer, self._owned, states)
 
-    def _gradient_holders(self) -> list[HoldsGradient]:
-        return [*self._parameters.values(), *self._low_rank.values()]
+    def _updated(self) -> list[HoldsGradient]:
+        return [*self._owned.values(), *self._low_rank.values()]
 
     def _count_search(self) -> None:
         self._num_searched += 1

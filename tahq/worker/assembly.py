@@ -287,6 +287,7 @@ class Assembly:
                 pipeline=config.pipeline,
                 wire=config.wire,
                 stores_gradients=config.memory.gradients == "fp8",
+                shards_optimizer=config.optimizer_shares > 1,
                 tie=config.model.tie == "sync",
                 sum_codecs=config.sum_codecs,
             ),
