@@ -239,6 +239,7 @@ class Training:
         self._traces.committed(commit.step, began_s, now_s)
         self._use_replicas(commit)
         run.decide(commit, prepares, self._point_after(commit), now_s)
+        self.settle_copies()
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
@@ -438,7 +439,8 @@ class Training:
         ctx, run, seats, target = self._ctx, self._run, self._seats, self._run.copying
         if run.phase not in WITH_STEPS:
             return False
-        is_settled = copies.is_complete(ctx.options, run, seats) and recovery.can_rebase(run, seats, target)
+        can_rebase = recovery.can_rebase(run, seats, target, shares_updates=ctx.options.shares_updates)
+        is_settled = copies.is_complete(ctx.options, run, seats) and can_rebase
         if is_settled and target is not None:
             run.rebase(target)
             copies.rebased(run, seats)
