@@ -67,9 +67,16 @@ EXACT = [
     (LOSSLESS, {"pipeline.stages": 2}),
     (LOSSLESS, {"pipeline.layers": [1, 2, 2, 3]}),
     {"pipeline.balance": "counted"},
+    {"memory.shard": ["optimizer"]},
+    ({"pipeline.replicas": 2, "wire.all_reduce": "raw"}, {"memory.shard": ["optimizer"]}),
     {"pipeline.first": {"schedule": "zero-bubble", "in_flight": [4, 3, 2, 1]}},
 ]
 INEXACT = [
+    ({"pipeline.replicas": 2}, {"memory.shard": ["optimizer"]}),
+    (
+        {"pipeline.replicas": 2, "wire.all_reduce": "raw", "wire.all_reduce_inside": "fp8"},
+        {"memory.shard": ["optimizer"]},
+    ),
     {"wire.gradients": "fixed:bits=10"},
     {"wire.backend": "reference"},
     {"wire.activations": "raw:dtype=fp16"},
