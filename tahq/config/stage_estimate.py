@@ -249,6 +249,8 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tup
         yield changed("memory", recompute=level)
     if config.memory.gradients != "fp8":
         yield changed("memory", gradients="fp8")
+    if pipeline.replicas > config.optimizer_shares:
+        yield "memory.shard: [optimizer]", changed("memory", shard=("optimizer",))[1]
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
         yield changed("memory", activations="coat")
     if config.memory.activations != "agoq":

@@ -98,6 +98,7 @@ def test_run_goes_on_with_other_numbers_of_shares(tmp_path):
         "kill@committing:stage=2:step=3",
         pytest.param("kill@backward:stage=1:step=4", marks=slow),
         pytest.param("kill@snapshot:stage=0:step=4", marks=slow),
+        pytest.param("kill@committing:stage=1:step=5", marks=slow),
     ],
 )
 def test_killed_worker_loses_no_share(tmp_path, monkeypatch, fault):
