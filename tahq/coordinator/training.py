@@ -239,7 +239,7 @@ class Training:
         self._traces.committed(commit.step, began_s, now_s)
         self._use_replicas(commit)
         run.decide(commit, prepares, self._point_after(commit), now_s)
-        self.settle_copies()
+        self.settle_copies()  # with shared updates a base may have waited for this step
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)

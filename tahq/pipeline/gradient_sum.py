@@ -9,8 +9,8 @@ many numbers, a multiple of 128 except in the last one. Replica j owns shard j:
 
 While a replica does not compute, there are as many shards as replicas that do; it only takes the sums.
 
-With owners (`memory.shard`) every parameter has one, which alone updates it. A bucket then has gradients of one owner
-and is no further cut; after the update the owner sends the new weights, uncoded, where it otherwise sends sums.
+With `memory.shard` every parameter has an owner, the one replica that updates it. All gradients in a bucket then have
+the same owner, and the bucket is its shard. Instead of the sum it sends the weights, in fp32, after the update.
 
 Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
 overflows. All receives are posted before the step. A bucket is sent as soon as its gradients are complete, within the
@@ -116,7 +116,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Pieces of gradients that are sent together; None owns what is cut into shards for all replicas."""
+    """Pieces of gradients that are sent together, to their owner; None: cut into a shard for each replica."""
 
     pieces: tuple[_Piece, ...]
     owner: int | None = None
@@ -288,19 +288,20 @@ class GradientSum:
         return not is_void
 
     def gather_weights(self, step: int) -> None:
-        """After a step's update, or none: send the weights that this replica owns, and take the others.
+        """After a step's update, or none: send the weights that this replica owns, and take the others, if any.
 
         What is taken keeps pace with what is sent, so that large shares do not pile up in the links' queues.
 
         Raises:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
         """
-        for turn in range(len(self._turns) + _TURNS_AHEAD):
-            for owner, number in enumerate(self._turns[turn] if turn < len(self._turns) else ()):
+        blank: list[tuple[int | None, ...]] = [()] * _TURNS_AHEAD
+        for sent, taken in zip([*self._turns, *blank], [*blank, *self._turns], strict=True):
+            for owner, number in enumerate(sent):
                 if owner == self._replica and number is not None:
-                    weights = [_weights(piece) for piece in self._buckets[number].pieces]
-                    self._send_to_all(self._name(step, number, owner, owner, _GATHER), torch.cat(weights))
-            for owner, number in enumerate(self._turns[turn - _TURNS_AHEAD] if turn >= _TURNS_AHEAD else ()):
+                    weights = torch.cat([_weights(piece) for piece in self._buckets[number].pieces])
+                    self._send_to_all(self._name(step, number, owner, owner, _GATHER), weights)
+            for owner, number in enumerate(taken):
                 if owner != self._replica and number is not None:
                     values = self._boundaries[owner].receive(self._name(step, number, owner, owner, _GATHER))
                     bucket = self._buckets[number]

@@ -121,16 +121,18 @@ class Stage:
         sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         self._shape = StepShape(*sizes, plan.pipeline.replicas)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
-        self._owners = {
-            number: owners([tuple(p.shape) for p in module.canonical_parameters().values()], plan.pipeline.replicas)
-            for number, module in modules.items()
-        }
-        """By chunk, which replica updates each parameter, where each updates a share."""
-        owner_of = dict(zip(parameters, chain.from_iterable(self._owners.values()), strict=True))
+        self._owners, owned = None, None
+        if plan.shards_optimizer:
+            self._owners = {
+                number: owners([tuple(p.shape) for p in module.canonical_parameters().values()], plan.pipeline.replicas)
+                for number, module in modules.items()
+            }
+            of_all = chain.from_iterable(self._owners.values())
+            owned = {name for name, owner in zip(parameters, of_all, strict=True) if owner == plan.replica}
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
             stores_gradients=plan.stores_gradients,
-            owned={name for name in parameters if owner_of[name] == plan.replica} if plan.shards_optimizer else None,
+            owned=owned,
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
@@ -255,8 +257,8 @@ class Stage:
         return chosen.actions[plan.stage % pipeline.stages], share.start
 
     def gather_weights(self, step: int) -> None:
-        """After the decision about a step: exchange updated weights with replicas that each update a share."""
-        if self.engine.sums is not None and self.plan.shards_optimizer:
+        """After the decision about a step: exchange updated weights with replicas, if each updates a share."""
+        if self.engine.sums is not None:
             self.engine.sums.gather_weights(step)
 
     def take_codec_errors(self) -> list[ErrorSample]:
@@ -310,8 +312,7 @@ class Stage:
                 codecs = SumCodecs(sum_codec(specs[ends.link], wire), sum_codec(of_sums, wire))
                 boundaries[ends.other(plan.stage) // grid.num_stages] = self._link_boundary(ends, identity, codecs)
         holders = {number: list(module.canonical_parameters().values()) for number, module in modules.items()}
-        owners = self._owners if plan.shards_optimizer else None
-        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts, owners)
+        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts, self._owners)
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         stage, pipeline = self.plan.stage, self.plan.pipeline
