@@ -26,11 +26,11 @@ def sharded(replicas, stages, *, all_reduce=FP32, memory=None, **sections):
 @pytest.mark.parametrize(
     ("replicas", "stages", "sections"),
     [
-        (2, 2, {"training": {"clip_norm": 0.5}}),
+        (2, 2, {"training": {"clip_norm": 0.5}, "schedule": "interleaved", "pipeline": {"chunks": 2}}),
         pytest.param(4, 1, {"links": {"inside": "gloo"}, "schedule": "1f1b"}, marks=slow),
         (4, 1, {"all_reduce": FP8}),
     ],
-    ids=["clipped", "gloo", "rounded shards"],
+    ids=["clipped, in chunks", "gloo", "rounded shards"],
 )
 def test_shares_give_the_plain_loop(tmp_path, replicas, stages, sections):
     config = sharded(replicas, stages, **sections)
