@@ -167,6 +167,10 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             "training.precision: fp8 is not for memory.activations: coat, which has FP8 products of its own",
         ),
         (
+            ["memory.shard=[optimizer]", "memory.offload=[m]", "pipeline.replicas=2"],
+            "memory.shard: replicas send each other weights that they keep on the device; memory.offload lists m",
+        ),
+        (
             ["memory.gradients=bf16", "training.optimizer=qgalore"],
             "memory.gradients: bf16 is for the optimizers adamw, adamw8bit, adamw_bf16; training.optimizer qgalore",
         ),

@@ -120,9 +120,19 @@ class ClusterConfig(Section):
         if self.pipeline.replicas_wait is not None or self.pipeline.replay is not None:
             self._check_fewer_replicas()
 
+    @property
+    def optimizer_shares(self) -> int:
+        """Replicas that divide the optimizer states of a stage (`memory.shard`); 1: each has all of them."""
+        return self.pipeline.replicas if "optimizer" in self.memory.shard else 1
+
     def _check_fewer_replicas(self) -> None:
         """Whether some replicas can take the share of others."""
         pipeline, key = self.pipeline, "replay" if self.pipeline.replicas_wait is None else "replicas_wait"
+        if self.optimizer_shares > 1:
+            raise ValueError(
+                f"pipeline.{key} lets replicas go on without another, but under memory.shard only that one could "
+                "update its share of the parameters; remove one of them"
+            )
         if pipeline.first_schedule == "gpipe":
             raise ValueError(
                 f"pipeline.{key} gives a replica more micro-batches, all of which gpipe keeps in memory; use 1f1b or "
@@ -244,6 +254,11 @@ class ClusterConfig(Section):
     def _check_memory(self) -> None:
         family, optimizer = self.model.family, self.training.optimizer
         offload = self.memory.all_offload
+        if self.optimizer_shares > 1 and offload - {"residual"}:
+            raise ValueError(
+                f"memory.shard: replicas send each other weights that they keep on the device; memory.offload lists "
+                f"{', '.join(sorted(offload - {'residual'}))}: remove these, or memory.shard"
+            )
         by_stage = [each for each in self.memory.offload if isinstance(each, tuple)]
         lists = {"agoq.bits": self.memory.agoq.bits, "recompute": self.memory.recompute, "offload": by_stage or None}
         for key, values in lists.items():

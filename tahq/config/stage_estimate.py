@@ -138,7 +138,7 @@ def _step_numbers(
     return StepNumbers(
         shape=micro_batch_shape(config, spec, training.micro_batch, device=device, stage=stage),
         in_flight=0,
-        optimizer_nbytes=partial(optimizer_nbytes, training),
+        optimizer_nbytes=partial(optimizer_nbytes, training, shares=config.optimizer_shares),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=kept_code_nbytes(config, device, stage),
         low_rank=low_rank_settings(training, config.run.seed),
@@ -264,6 +264,8 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str)
         yield f"memory.offload: [{', '.join(which)}]", changed("memory", offload=which)[1]
     if config.memory.gradients != "fp8":
         yield changed("memory", gradients="fp8")
+    if pipeline.replicas > config.optimizer_shares:
+        yield "memory.shard: [optimizer]", changed("memory", shard=("optimizer",))[1]
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
         yield changed("memory", activations="coat")
     if config.memory.activations != "agoq":

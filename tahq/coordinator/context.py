@@ -62,6 +62,8 @@ class CoordinatorOptions:
     """Pipelines side by side."""
     replicas_wait_s: float | None = None
     """How long replicas wait for one with a lost worker before they go on without it; None: until it is back."""
+    shares_updates: bool = False
+    """Whether each replica updates a share of the parameters, and reports the norms of their gradients only."""
     recorded_replicas: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """A run to repeat: by step, the replicas that computed it, where not all did; none: the step was abandoned."""
     sites: tuple[str, ...] = ()
@@ -98,6 +100,11 @@ class CoordinatorOptions:
     def grid(self) -> Grid:
         """The links of the run."""
         return Grid(self.num_stages // self.replicas, self.replicas, self.chunks_per_stage, self.tie_link)
+
+    @property
+    def num_norms(self) -> int:
+        """Workers that report different norms: those of one replica, or all of them."""
+        return self.num_stages if self.shares_updates else self.grid.num_stages
 
     @property
     def longest_wait_s(self) -> float:

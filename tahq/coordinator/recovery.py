@@ -9,13 +9,14 @@ touched, so the run goes on bit-exactly, as if nothing had happened. Every retur
 epoch, from a process that was taken for dead, are rejected. If a stage is lost meanwhile, the return starts again.
 
 A stage at position p wants the training frames of step p and all later steps; while it is behind the run, it takes them
-a few steps at a time (`AHEAD`).
+a few steps at a time (`AHEAD`). Where replicas share updates, it may still wait for the weights of step p − 1.
 """
 
 import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tahq.comm.control.messages import Commit, Plan, Relink
 from tahq.comm.topology import LinkEnds
@@ -209,10 +210,15 @@ def through(run: RunState, seat: Seat) -> int:
     return last if last < run.step - 1 else NO_END
 
 
-def wanted(run: RunState, link: int, receiver: Seat) -> list[int]:
+def wanted(run: RunState, link: int, receiver: Seat, since: int) -> list[int]:
     """The row of RELINK and PLAN about the frames that one end of a link wants from the other."""
     evaluations_since = run.step if run.evaluating is None else run.evaluating
-    return [link, receiver.position, evaluations_since, through(run, receiver)]
+    return [link, since, evaluations_since, through(run, receiver)]
+
+
+def first_lacking(seat: Seat, *, shares_updates: bool) -> int:
+    """The first step of which a stage that computes may lack frames."""
+    return max(0, seat.position - int(shares_updates))
 
 
 def returning(seats: Seats) -> frozenset[int]:
@@ -237,7 +243,7 @@ def relinks(options: CoordinatorOptions, run: RunState, seats: Seats, stages: fr
     for stage in sorted({other for each in stages for _, other in links_of(options, each)} - stages):
         links = [(ends.link, other) for ends, other in links_of(options, stage) if other in stages]
         numbers = {link for link, _ in links}
-        wants = [wanted(run, link, seats[other]) for link, other in links]
+        wants = [wanted(run, link, seats[other], seats[other].position) for link, other in links]
         orders[stage] = Relink(run.epoch, [row for row in rows[stage] if row[0] in numbers], wants)
     return orders
 
@@ -246,6 +252,7 @@ def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int,
     """PLAN for each stage that has said HELLO; UserError if two neighbours cannot be connected as configured."""
     rows, orders = link_rows(options, seats), {}
     is_new = run.returning is None
+    since = partial(first_lacking, shares_updates=options.shares_updates)
     for seat in (seat for seat in seats if seat.phase is SeatPhase.GREETED):
         links = [] if is_new else [(ends.link, seats[other]) for ends, other in links_of(options, seat.stage)]
         orders[seat.stage] = Plan(
@@ -255,14 +262,15 @@ def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int,
             rows[seat.stage],
             *data_position(options, run, seat.position),
             live_step=run.step,
-            wanted=[wanted(run, link, other) for link, other in links],
+            wanted=[wanted(run, link, other, since(other)) for link, other in links],
         )
     return orders
 
 
-def can_rebase(run: RunState, seats: Seats, point: RestorePoint | None) -> bool:
+def can_rebase(run: RunState, seats: Seats, point: RestorePoint | None, *, shares_updates: bool = False) -> bool:
     """Whether no stage can still need anything from before this point."""
-    return point is not None and run.base.step <= point.step <= min(seat.position for seat in seats)
+    least = min(first_lacking(seat, shares_updates=shares_updates) for seat in seats)
+    return point is not None and run.base.step <= point.step <= least
 
 
 def common_point(run: RunState, seats: Seats) -> RestorePoint:

@@ -6,7 +6,7 @@ The same PREPARE again changes nothing; a different one is an error.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tahq.comm.control.messages import Commit, Prepare, Traced
@@ -41,9 +41,9 @@ def global_norm(squared_norms: Iterable[float]) -> float:
         return math.inf
 
 
-def norm_of(prepares: Sequence[Prepare], num_stages: int) -> float:
-    """The global gradient norm of a step; replicas have the same."""
-    return global_norm(square for prepare in one_replica(prepares, num_stages).values() for square in prepare.norm2)
+def norm_of(prepares: Sequence[Prepare], num_norms: int) -> float:
+    """The global gradient norm of a step, from the first so many workers; replicas have the same, or all count."""
+    return global_norm(square for prepare in one_replica(prepares, num_norms).values() for square in prepare.norm2)
 
 
 def one_replica(prepares: Sequence[Prepare], num_stages: int) -> dict[int, Prepare]:
@@ -94,6 +94,7 @@ def decide(
     *,
     num_steps: int,
     num_stages: int | None = None,
+    num_norms: int | None = None,
     abandoned: bool = False,
     snapshot_every: int | None = None,
     skipped_in_a_row: int = 0,
@@ -107,6 +108,7 @@ def decide(
         names: of the stages, for messages.
         num_steps: length of the run.
         num_stages: of one replica; None: of the only one.
+        num_norms: workers that report different norms; None: those of one replica.
         abandoned: this step is given up.
         snapshot_every: steps between checkpoints.
         skipped_in_a_row: steps before this one that were skipped.
@@ -117,11 +119,13 @@ def decide(
         NonFiniteError: NaN or infinity, and the configuration says to halt.
     """
     done, num_stages = prepares[0].step + 1, num_stages or len(prepares)
+    num_norms = num_norms or num_stages
     abandoned |= any(prepare.abandoned for prepare in prepares)
     if not abandoned:
         _compare_batches(prepares, names)
-        _compare_replicas(prepares, names, num_stages)
-    norm, culprits = norm_of(prepares, num_stages), [p.stage for p in prepares if not _is_finite(p)]
+        _compare_replicas(prepares, names, "weights", num_stages, lambda prepare: prepare.weights_digest)
+        _compare_replicas(prepares, names, "summed gradients", num_norms, lambda prepare: repr(prepare.norm2))
+    norm, culprits = norm_of(prepares, num_norms), [p.stage for p in prepares if not _is_finite(p)]
     apply = not abandoned and not culprits and math.isfinite(norm)
     if not (apply or abandoned):
         _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
@@ -148,20 +152,19 @@ def _compare_batches(prepares: Sequence[Prepare], names: Sequence[str]) -> None:
         )
 
 
-def _compare_replicas(prepares: Sequence[Prepare], names: Sequence[str], num_stages: int) -> None:
-    firsts = one_replica(prepares, num_stages)
+def _compare_replicas(
+    prepares: Sequence[Prepare], names: Sequence[str], what: str, period: int, reported: Callable[[Prepare], str]
+) -> None:
+    """Compare what workers report whose numbers differ by a multiple of `period`."""
+    firsts = one_replica(prepares, period)
     for prepare in prepares:
-        first = firsts[prepare.stage % num_stages]
-        for what, mine, other in (
-            ("weights", prepare.weights_digest, first.weights_digest),
-            ("summed gradients", repr(prepare.norm2), repr(first.norm2)),
-        ):
-            if mine != other:
-                raise DataError(
-                    f"{names[first.stage]} and {names[prepare.stage]}, replicas of one stage, have different {what} at "
-                    f"step {prepare.step + 1}: they need the same kind of device and the same torch; resume from the "
-                    "last checkpoint"
-                )
+        first = firsts[prepare.stage % period]
+        if reported(prepare) != reported(first):
+            raise DataError(
+                f"{names[first.stage]} and {names[prepare.stage]}, replicas of one stage, have different {what} at "
+                f"step {prepare.step + 1}: they need the same kind of device and the same torch; resume from the "
+                "last checkpoint"
+            )
 
 
 def _check_skipped(training: TrainingConfig, step: int, culprits: Sequence[str], skipped_in_a_row: int) -> None:
@@ -197,6 +200,7 @@ def step_record(
     grid: Grid,
     lr: float = 0.0,
     computing: Sequence[int] = (),
+    num_norms: int | None = None,
 ) -> StepRecord:
     """The record of a step that was just decided.
 
@@ -207,6 +211,7 @@ def step_record(
         grid: the stages and their links.
         lr: the step's learning rate.
         computing: the replicas that shared the batch; empty: all.
+        num_norms: see `decide`.
 
     Raises:
         RemoteProtocolError: a row about a link that its stage does not have.
@@ -220,7 +225,7 @@ def step_record(
         loss=_sum(sums) / tokens if has_loss and tokens else math.nan,
         tokens=tokens or 0,
         step_time_s=step_time_s,
-        grad_norm=math.nan if commit.abandoned else norm_of(prepares, grid.num_stages),
+        grad_norm=math.nan if commit.abandoned else norm_of(prepares, num_norms or grid.num_stages),
         clip_factor=commit.clip_factor,
         skipped=not commit.apply,
         evaluating=commit.evaluate,

@@ -214,6 +214,7 @@ class Training:
             names,
             num_steps=run.num_steps,
             num_stages=options.grid.num_stages,
+            num_norms=options.num_norms,
             abandoned=bool(run.abandoned_for) or options.recorded_replicas.get(run.step) == (),
             snapshot_every=options.snapshot_every,
             skipped_in_a_row=run.skipped_in_a_row,
@@ -238,6 +239,7 @@ class Training:
         self._traces.committed(commit.step, began_s, now_s)
         self._use_replicas(commit)
         run.decide(commit, prepares, self._point_after(commit), now_s)
+        self.settle_copies()  # with shared updates a base may have waited for this step
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
@@ -268,7 +270,9 @@ class Training:
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
         options = self._ctx.options
         lr = learning_rate(options.training, commit.step, self._run.num_steps)
-        record = step_record(commit, prepares, step_time_s, options.grid, lr, self._seats.computing)
+        record = step_record(
+            *(commit, prepares, step_time_s, options.grid, lr, self._seats.computing), num_norms=options.num_norms
+        )
         pairs = zip(record.stages, self._memory, strict=True)
         stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
         schedule, depths = self._schedule.present
@@ -435,7 +439,8 @@ class Training:
         ctx, run, seats, target = self._ctx, self._run, self._seats, self._run.copying
         if run.phase not in WITH_STEPS:
             return False
-        is_settled = copies.is_complete(ctx.options, run, seats) and recovery.can_rebase(run, seats, target)
+        can_rebase = recovery.can_rebase(run, seats, target, shares_updates=ctx.options.shares_updates)
+        is_settled = copies.is_complete(ctx.options, run, seats) and can_rebase
         if is_settled and target is not None:
             run.rebase(target)
             copies.rebased(run, seats)

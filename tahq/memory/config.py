@@ -97,6 +97,9 @@ class MemoryConfig(Section):
     attention_chunks: int = Field(default=1, ge=1)
     """Calls of attention's kernel for a micro-batch, each for some of its samples and heads, forward and backward, so
     that the kernel's workspace is smaller (LLMQ)."""
+    shard: tuple[Literal["optimizer"], ...] = ()
+    """What `pipeline.replicas` divide among themselves instead of each keeping all of it (LLMQ): states of the
+    optimizer. Each replica updates its share of the parameters, and sends the others the new weights."""
     coat: CoatConfig = CoatConfig()
     agoq: AgoqConfig = AgoqConfig()
 

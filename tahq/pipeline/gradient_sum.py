@@ -9,22 +9,34 @@ many numbers, a multiple of 128 except in the last one. Replica j owns shard j:
 
 While a replica does not compute, there are as many shards as replicas that do; it only takes the sums.
 
+With `memory.shard` every parameter has an owner, the one replica that updates it. All gradients in a bucket then have
+the same owner, and the bucket is its shard. Instead of the sum it sends the weights, in fp32, after the update.
+
 Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
 overflows. All receives are posted before the step. A bucket is sent as soon as its gradients are complete, within the
 last backward of its chunk of the model: how often that backward adds to each gradient is known from the step before.
 
-Source: AGoQ §5, Fig. 5 and 6 (all-to-all of FP8 blocks, sum in fp32, all-gather of FP8 blocks).
+Source: AGoQ §5, Fig. 5 and 6 (all-to-all of FP8 blocks, sum in fp32, all-gather of FP8 blocks); LLMQ §3, sharded
+optimizer states (ZeRO-1).
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
+from torch.nn import Parameter
 
-from tahq.comm.link.frame import Direction, LogicalId, Purpose
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.errors import CodecError
-from tahq.memory.agoq.stored_gradients import HoldsGradient, gradient_of, is_stored, replace_gradient
+from tahq.memory.agoq.stored_gradients import (
+    HoldsGradient,
+    drop_gradient,
+    gradient_of,
+    is_stored,
+    replace_gradient,
+)
 from tahq.memory.small_floats.block_codes import (
     BLOCK,
     BlockCodes,
@@ -41,6 +53,8 @@ from tahq.quant.spec import RawSpec
 
 BUCKET = 1 << 20
 """Numbers in a bucket, unless a gradient is stored in codes and has more."""
+_TURNS_AHEAD = 32
+"""Buckets of weights that a replica sends before it waits for the others', enough for a long round trip."""
 _SCATTER, _GATHER = Direction.FORWARD, Direction.BACKWARD
 
 
@@ -93,14 +107,31 @@ class SumCodecs(CodecTable):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Numbers [start, stop) of a holder's gradient."""
+    """Numbers [start, stop) of a holder's gradient, or of a parameter."""
 
     holder: HoldsGradient
     start: int
     stop: int
 
 
-Bucket = tuple[_Piece, ...]
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Pieces of gradients that are sent together, to their owner; None: cut into a shard for each replica."""
+
+    pieces: tuple[_Piece, ...]
+    owner: int | None = None
+
+    @property
+    def holders(self) -> list[HoldsGradient]:
+        """Each once."""
+        return list({id(piece.holder): piece.holder for piece in self.pieces}.values())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of its pieces."""
+        return [piece.stop - piece.start for piece in self.pieces]
+
+
 Send = Callable[[Boundary, LogicalId, torch.Tensor | None, None], None]
 """`CodecLanes.send`: encodes and sends a tensor, which does not change until `finish`."""
 
@@ -125,6 +156,7 @@ class GradientSum:
         boundaries: the links to the others, by replica.
         run: the run's number, for logical ids.
         first_cut: logical ids of shard j have the cut first_cut + j.
+        owners: which replica updates each holder of a chunk; all are parameters then. None: each updates all of them.
     """
 
     def __init__(
@@ -134,18 +166,26 @@ class GradientSum:
         boundaries: Mapping[int, Boundary],
         run: int,
         first_cut: int,
+        owners: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._replica, self._run, self._first_cut = replica, run, first_cut
         self._boundaries = dict(sorted(boundaries.items()))
         self._num_replicas = len(boundaries) + 1
-        by_chunk = {chunk: list(_buckets(holders)) for chunk, holders in chunks.items()}
+        by_chunk = {
+            chunk: list(_buckets(holders) if owners is None else _owned_buckets(holders, owners[chunk]))
+            for chunk, holders in chunks.items()
+        }
         self._buckets = [bucket for buckets in by_chunk.values() for bucket in buckets]
+        every = range(self._num_replicas)
+        numbers_of = [[n for n, bucket in enumerate(self._buckets) if bucket.owner == replica] for replica in every]
+        self._turns = list(zip_longest(*numbers_of))
+        """For `gather_weights`: in each turn a bucket of every owner, by its number; None: it has no more."""
         numbers = iter(range(len(self._buckets)))
         self._of_chunk = {chunk: [next(numbers) for _ in buckets] for chunk, buckets in by_chunk.items()}
         self.use(range(self._num_replicas))
         self._of_holder: dict[int, list[int]] = {}
         for number, bucket in enumerate(self._buckets):
-            for holder in _holders(bucket):
+            for holder in bucket.holders:
                 self._of_holder.setdefault(id(holder), []).append(number)
                 if len(self._of_holder[id(holder)]) == 1:
                     after_gradient(holder, self._added)
@@ -158,7 +198,7 @@ class GradientSum:
     def use(self, computing: Sequence[int]) -> None:
         """Sum over these replicas from the next step on."""
         self._computing = tuple(computing)
-        self._sizes = [self._shard_sizes(_numel(bucket)) for bucket in self._buckets]
+        self._sizes = [self._shard_sizes(bucket) for bucket in self._buckets]
 
     def prepare(self, device: torch.device) -> None:
         """Compile or load the kernels of its codecs; CodecError: as of `Codec.prepare`."""
@@ -182,7 +222,7 @@ class GradientSum:
         if expected is None:
             return
         for number in self._of_chunk[chunk]:
-            self._left[number] = sum(expected[id(holder)] for holder in _holders(self._buckets[number]))
+            self._left[number] = sum(expected[id(holder)] for holder in self._buckets[number].holders)
             if not self._left[number]:
                 self._send(number)
 
@@ -222,7 +262,7 @@ class GradientSum:
                 self._open.send(boundary, name, None if is_void else shards[other], None)
 
     def finish(self, step: int, *, is_void: bool = False) -> bool:
-        """Replace every gradient by the sum, once all chunks are sent and encoded.
+        """Replace every gradient by the sum, once all chunks are sent and encoded; those of other owners are dropped.
 
         Returns:
             False if the step is abandoned, here (`is_void`) or by another replica; gradients are then without meaning.
@@ -232,6 +272,11 @@ class GradientSum:
         """
         sums = [self._own_sum(step, number, is_void=is_void) for number in range(len(self._buckets))]
         for number, own in enumerate(sums):
+            bucket = self._buckets[number]
+            if bucket.owner not in (None, self._replica):
+                for holder in bucket.holders:
+                    drop_gradient(holder)
+                continue
             parts = [
                 own if replica == self._replica else self._received(step, number, replica, replica, _GATHER)
                 for replica in self._computing
@@ -239,11 +284,32 @@ class GradientSum:
             if (whole := _all_of(parts)) is None:
                 is_void = True
             elif not is_void:
-                _put(self._buckets[number], torch.cat(whole))
+                _put(bucket, torch.cat(whole))
         return not is_void
 
+    def gather_weights(self, step: int) -> None:
+        """After a step's update, or none: send the weights that this replica owns, and take the others, if any.
+
+        What is taken keeps pace with what is sent, so that large shares do not pile up in the links' queues.
+
+        Raises:
+            PeerLostError, RemoteProtocolError, CodecError: from the links.
+        """
+        blank: list[tuple[int | None, ...]] = [()] * _TURNS_AHEAD
+        for sent, taken in zip([*self._turns, *blank], [*blank, *self._turns], strict=True):
+            for owner, number in enumerate(sent):
+                if owner == self._replica and number is not None:
+                    weights = torch.cat([_weights(piece) for piece in self._buckets[number].pieces])
+                    self._send_to_all(self._name(step, number, owner, owner, _GATHER), weights)
+            for owner, number in enumerate(taken):
+                if owner != self._replica and number is not None:
+                    values = self._boundaries[owner].receive(self._name(step, number, owner, owner, _GATHER))
+                    bucket = self._buckets[number]
+                    for piece, part in zip(bucket.pieces, torch.split(values, bucket.sizes), strict=True):
+                        _weights(piece).copy_(part)
+
     def _own_sum(self, step: int, number: int, *, is_void: bool) -> torch.Tensor | None:
-        """The sum of this replica's shard, as all decode it, sent to all; None in an abandoned step."""
+        """This replica's shard of the sum, as all decode it, sent to all; with an owner for itself. None: abandoned."""
         mine = self._replica
         if not self._sizes[number][mine]:
             return self._nothing(number)
@@ -252,19 +318,24 @@ class GradientSum:
             own if replica == mine else self._received(step, number, replica, mine, _SCATTER)
             for replica in self._computing
         ]
-        name, boundaries = self._name(step, number, mine, mine, _GATHER), list(self._boundaries.values())
+        name = self._name(step, number, mine, mine, _GATHER)
         whole = _all_of(parts)
         if whole is None or is_void:
-            for boundary in boundaries:
+            for boundary in self._boundaries.values():
                 boundary.send_void(name)
             return None
         total = whole[0].clone()
         for part in whole[1:]:
             total.add_(part)
-        frame, _ = boundaries[0].encoded(name, total)
-        for boundary in boundaries:
+        if self._buckets[number].owner is not None:
+            return total
+        return next(iter(self._boundaries.values())).decoded(self._send_to_all(name, total))
+
+    def _send_to_all(self, name: LogicalId, values: torch.Tensor) -> Frame:
+        frame, _ = next(iter(self._boundaries.values())).encoded(name, values)
+        for boundary in self._boundaries.values():
             boundary.transport.send(frame)
-        return boundaries[0].decoded(frame)
+        return frame
 
     def _received(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> torch.Tensor | None:
         """None: the sender has abandoned the step."""
@@ -276,7 +347,7 @@ class GradientSum:
             return None
 
     def _nothing(self, number: int) -> torch.Tensor:
-        return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number][0].holder.device)
+        return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number].pieces[0].holder.device)
 
     def _name(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> LogicalId:
         return LogicalId(self._run, sender, step, Purpose.SUM, number, self._first_cut + shard, direction)
@@ -284,7 +355,7 @@ class GradientSum:
     def _flat(self, number: int) -> torch.Tensor:
         """A bucket's gradients, fp32 [N]; zeros where there is none."""
         parts = []
-        for piece in self._buckets[number]:
+        for piece in self._buckets[number].pieces:
             gradient = gradient_of(piece.holder)
             if gradient is None:
                 parts.append(torch.zeros(piece.stop - piece.start, device=piece.holder.device))
@@ -292,8 +363,11 @@ class GradientSum:
                 parts.append(gradient.detach().reshape(-1)[piece.start : piece.stop].float())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _shard_sizes(self, numel: int) -> list[int]:
-        """By replica, 0 for those that do not compute."""
+    def _shard_sizes(self, bucket: Bucket) -> list[int]:
+        """By replica, 0 for those that do not compute, or do not own it."""
+        numel = sum(bucket.sizes)
+        if bucket.owner is not None:
+            return [numel if replica == bucket.owner else 0 for replica in range(self._num_replicas)]
         blocks = -(-numel // BLOCK)
         most = -(-blocks // len(self._computing)) * BLOCK
         sizes = {replica: max(0, min(most, numel - most * place)) for place, replica in enumerate(self._computing)}
@@ -306,13 +380,11 @@ def _all_of(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
     return whole if len(whole) == len(parts) else None
 
 
-def _holders(bucket: Bucket) -> list[HoldsGradient]:
-    """Each once."""
-    return list({id(piece.holder): piece.holder for piece in bucket}.values())
-
-
-def _numel(bucket: Bucket) -> int:
-    return sum(piece.stop - piece.start for piece in bucket)
+def _owned_buckets(holders: Sequence[HoldsGradient], owners: Sequence[int]) -> Iterator[Bucket]:
+    """Buckets with an owner each."""
+    for owner in sorted(set(owners)):
+        owned = [holder for holder, its_owner in zip(holders, owners, strict=True) if its_owner == owner]
+        yield from (Bucket(bucket.pieces, owner) for bucket in _buckets(owned))
 
 
 def _buckets(holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
@@ -326,16 +398,16 @@ def _buckets(holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
             room -= stop - start
             start = stop
             if room <= 0:
-                yield tuple(bucket)
+                yield Bucket(tuple(bucket))
                 bucket, room = [], BUCKET
     if bucket:
-        yield tuple(bucket)
+        yield Bucket(tuple(bucket))
 
 
 @torch.no_grad()
 def _put(bucket: Bucket, values: torch.Tensor) -> None:
     """Put a bucket's numbers, fp32 [N], in the place of its gradients."""
-    for piece, part in zip(bucket, torch.split(values, [piece.stop - piece.start for piece in bucket]), strict=True):
+    for piece, part in zip(bucket.pieces, torch.split(values, bucket.sizes), strict=True):
         holder = piece.holder
         if is_stored(holder):
             replace_gradient(holder, part.view(holder.shape))
@@ -344,3 +416,9 @@ def _put(bucket: Bucket, values: torch.Tensor) -> None:
                 holder.grad = torch.zeros(holder.shape, dtype=gradient_dtype(holder), device=holder.device)
             holder.grad = holder.grad.contiguous()
             holder.grad.view(-1)[piece.start : piece.stop].copy_(part)
+
+
+def _weights(piece: _Piece) -> torch.Tensor:
+    """The numbers of a parameter's piece, in place."""
+    assert isinstance(piece.holder, Parameter)
+    return piece.holder.detach().view(-1)[piece.start : piece.stop]

@@ -8,7 +8,8 @@ CUDA `adamw` is tahq's own kernel, one launch per tensor.
 A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transformer.h.0.ln_1.weight`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -53,7 +54,8 @@ def build_optimizer(
     filled = [
         {"params": members, "weight_decay": decay[key], "draws": draws} for key, members in groups.items() if members
     ]
-    return OPTIMIZERS[config.optimizer].build(filled, config)
+    # a replica may update no parameter (`owners`), and torch wants a group
+    return OPTIMIZERS[config.optimizer].build(filled or [{"params": [], "weight_decay": 0.0}], config)
 
 
 def _decay(params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
@@ -175,10 +177,30 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 """The choices of `training.optimizer`; their states are checkpointed and restored bit-exactly."""
 
 
-def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape], moments: Collection[Offload] = ("m", "v")) -> int:
-    """Bytes of optimizer state for fp32 parameters of these shapes; of these moments only."""
-    states = (OPTIMIZERS[config.optimizer].states(config, shape).items() for shape in shapes)
-    return sum(states_nbytes({name: spec for name, spec in each if moment_of(name) in moments}) for each in states)
+def owners(shapes: Sequence[Shape], replicas: int) -> list[int]:
+    """The replica that updates each parameter of a chunk, under `memory.shard`: the largest first, to the least loaded.
+
+    Parameters are not divided, so that norms, blocks of 8-bit states and checkpoints are those of one replica.
+    """
+    loads, found = [0] * replicas, [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: -math.prod(shapes[index])):
+        found[index] = loads.index(min(loads))
+        loads[found[index]] += math.prod(shapes[index])
+    return found
+
+
+def optimizer_nbytes(
+    config: TrainingConfig, shapes: Iterable[Shape], moments: Collection[Offload] = ("m", "v"), shares: int = 1
+) -> int:
+    """Bytes of optimizer state for fp32 parameters of these shapes.
+
+    Of these moments only; of the largest share, if replicas share them.
+    """
+    states, shapes, nbytes = OPTIMIZERS[config.optimizer].states, list(shapes), [0] * shares
+    for owner, shape in zip(owners(shapes, shares), shapes, strict=True):
+        specs = states(config, shape).items()
+        nbytes[owner] += states_nbytes({name: spec for name, spec in specs if moment_of(name) in moments})
+    return max(nbytes)
 
 
 def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
@@ -215,7 +237,8 @@ def load_optimizer_tensors(
     if missing and len(missing) < len(params):
         raise SnapshotError(
             f"the checkpoint has optimizer states for {len(params) - len(missing)} of {len(params)} parameters of "
-            f"this stage; {missing[0]} has none: it is damaged, or from another model"
+            f"this stage; {missing[0]} has none: it is damaged, from another model, or other replicas have them in "
+            "files that are not here"
         )
     for name, parameter in params.items():
         absent = ", ".join(sorted(specs[name].keys() - found[name].keys()))

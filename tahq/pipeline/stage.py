@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,11 +34,13 @@ from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.gradient_sum import GradientSum, SumCodecs, sum_codec
 from tahq.pipeline.gradients import TiedEmbedding
+from tahq.pipeline.optimizer import owners
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import CudaMarks, Stopwatch
 from tahq.pipeline.update import StageUpdate
 from tahq.quant.config import WireConfig
+from tahq.quant.spec import RawSpec
 from tahq.units import format_size
 
 MAX_KEPT_BATCHES = 16
@@ -63,6 +66,7 @@ class StagePlan:
     wire: WireConfig
     tie: bool
     gradients: Gradients = "fp32"  # `memory.gradients`
+    shards_optimizer: bool = False  # `memory.shard`; each replica updates its share of the parameters
     sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
 
     @property
@@ -118,10 +122,19 @@ class Stage:
         sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         self._shape = StepShape(*sizes, plan.pipeline.replicas)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
+        self._owners, owned = None, None
+        if plan.shards_optimizer:
+            self._owners = {
+                number: owners([tuple(p.shape) for p in module.canonical_parameters().values()], plan.pipeline.replicas)
+                for number, module in modules.items()
+            }
+            of_all = chain.from_iterable(self._owners.values())
+            owned = {name for name, owner in zip(parameters, of_all, strict=True) if owner == plan.replica}
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
             gradients=plan.gradients,
             seed=plan.seed,
+            owned=owned,
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
@@ -245,6 +258,11 @@ class Stage:
             raise RemoteProtocolError(f"the coordinator sent an invalid schedule: {error}") from error
         return chosen.actions[plan.stage % pipeline.stages], share.start
 
+    def gather_weights(self, step: int) -> None:
+        """After the decision about a step: exchange updated weights with replicas, if each updates a share."""
+        if self.engine.sums is not None:
+            self.engine.sums.gather_weights(step)
+
     def take_codec_errors(self) -> list[ErrorSample]:
         """Codec errors measured since the last call."""
         return [sample for boundary in self._boundaries.values() for sample in boundary.take_errors()]
@@ -287,15 +305,16 @@ class Stage:
         plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
         links = [ends for ends in grid.links()[grid.first_sum_link :] if ends.lower in grid.replicas_of(plan.stage)]
         specs = {ends.link: plan.sum_codecs[ends.link] for ends in links}
-        # all get the same codes of a sum: those for the farthest
+        # all get the same codes of a sum: those for the farthest; of a weight its bits
         of_sums = wire.all_reduce if wire.all_reduce in specs.values() else specs[links[0].link]
+        of_sums = str(RawSpec("fp32")) if plan.shards_optimizer else of_sums
         identity, boundaries = CutIdentity(plan.run, plan.seed, grid.num_cuts, plan.replica), {}
         for ends in grid.links_of(plan.stage):
             if ends.link in specs:
                 codecs = SumCodecs(sum_codec(specs[ends.link], wire), sum_codec(of_sums, wire))
                 boundaries[ends.other(plan.stage) // grid.num_stages] = self._link_boundary(ends, identity, codecs)
         holders = {number: list(module.canonical_parameters().values()) for number, module in modules.items()}
-        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts)
+        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts, self._owners)
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         stage, pipeline = self.plan.stage, self.plan.pipeline

@@ -6,13 +6,14 @@ backward itself applies the step, and nothing is left to do at COMMIT.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from hashlib import blake2b
 
 import torch
 from torch.nn import Parameter
 
+from tahq.errors import SnapshotError
 from tahq.memory.adam.loop import AdamwLoop
 from tahq.memory.agoq.stored_gradients import (
     HoldsGradient,
@@ -97,6 +98,7 @@ class StageUpdate:
         gradient_scale: the factor that gradients carry in the backward; None: never fuse.
         gradients: `memory.gradients`, unless the update is fused.
         seed: the run's.
+        owned: the parameters that are updated here, with optimizer states (`memory.shard`); None: all.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class StageUpdate:
         *,
         gradients: Gradients = "fp32",
         seed: int = 0,
+        owned: Collection[str] | None = None,
     ) -> None:
         self._config = config
         self._parameters = dict(parameters)
+        self._owned = {name: p for name, p in parameters.items() if owned is None or name in owned}
         self._low_rank = dict(low_rank or {})
         self._total_steps = total_steps
         self._uncounted = tied.uncounted if tied is not None else None
@@ -134,7 +138,7 @@ class StageUpdate:
             set_gradient_dtype((p for p in self._parameters.values() if p.ndim >= 2), torch.bfloat16)
         # both copies of a tied matrix are rounded alike
         drawn_as = {name: HEAD_WEIGHT for name, p in self._parameters.items() if tied is not None and tied.holds(p)}
-        self.optimizer = build_optimizer(config, self._parameters, decayed, seed, drawn_as)
+        self.optimizer = build_optimizer(config, self._owned, decayed, seed, drawn_as)
         for weight in self._low_rank.values():
             weight.on_search = self._count_search
         if self._is_fused:
@@ -143,7 +147,8 @@ class StageUpdate:
             for weight in self._low_rank.values():
                 weight.on_gradient = self._step_alone
         else:
-            for holder in self._gradient_holders():
+            holders: list[HoldsGradient] = [*self._parameters.values(), *self._low_rank.values()]
+            for holder in holders:
                 if gradients == "fp8" or host_gradient(holder) is not None:
                     store_gradient(holder)
 
@@ -153,9 +158,9 @@ class StageUpdate:
         self._num_due = sum(weight.begin(step) for weight in self._low_rank.values())
 
     def squared_norms(self) -> list[float]:
-        """‖g‖² in fp64 of each parameter, for PREPARE; for low-rank weights, of the projected gradient."""
+        """‖g‖² in fp64 of each parameter that is updated here, for PREPARE; for low-rank weights, of the projection."""
         if not self._is_fused:
-            return squared_norms(p for p in self._gradient_holders() if p is not self._uncounted)
+            return squared_norms(p for p in self._updated() if p is not self._uncounted)
         if any(parameter.grad is not None for parameter in self._parameters.values()):
             raise AssertionError("a gradient bypassed the hooks of the fused update")
         return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []
@@ -169,10 +174,10 @@ class StageUpdate:
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
-        scale_gradients(self._gradient_holders(), clip_factor)
+        scale_gradients(self._updated(), clip_factor)
         lr = self._set_rate(step)
         self._place_states()
-        for part in with_gradients(self._parameters.values()):
+        for part in with_gradients(self._owned.values()):
             self.optimizer.step()
             for parameter in part:
                 if (host := host_part(parameter)) is not None:
@@ -186,7 +191,7 @@ class StageUpdate:
         """Make what will be offloaded of the states one parameter at a time: a first step would make all."""
         if not isinstance(self.optimizer, AdamwLoop):
             return
-        hosts = {p: host for p in self._parameters.values() if (host := host_part(p)) is not None}
+        hosts = {p: host for p in self._owned.values() if (host := host_part(p)) is not None}
         for parameter, host in hosts.items():
             host.take_states(self.optimizer.states_of(parameter))
         if not self.optimizer.reads_host_memory or not any(host.states for host in hosts.values()):
@@ -205,10 +210,10 @@ class StageUpdate:
             weight.discard()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer states, by their names in a checkpoint."""
+        """Weights, and optimizer states of those that are updated here, by their names in a checkpoint."""
         weights = {f"model/{name}": kept_values(p) for name, p in self._parameters.items()}
-        states = optimizer_tensors(self.optimizer, self._parameters)
-        for name, parameter in self._parameters.items():
+        states = optimizer_tensors(self.optimizer, self._owned)
+        for name, parameter in self._owned.items():
             if (host := host_part(parameter)) is not None:
                 states |= {f"{state}/{name}": item.values for state, item in host.states.items()}
         for weight in self._low_rank.values():
@@ -227,13 +232,17 @@ class StageUpdate:
         states = {}
         for name in sorted(names):
             prefix, _, state = name.partition("/")
-            if prefix == "optimizer" and state.partition("/")[2] in self._parameters:
+            if prefix == "optimizer" and state.partition("/")[2] in self._owned:
                 states[state] = read(name)
+        if not states and self._owned and any(name.startswith("optimizer/") for name in names):
+            raise SnapshotError(
+                "the checkpoint's optimizer states of this stage are in files of other replicas; copy them here"
+            )
         if states:
-            load_optimizer_tensors(self._config, self.optimizer, self._parameters, states)
+            load_optimizer_tensors(self._config, self.optimizer, self._owned, states)
 
-    def _gradient_holders(self) -> list[HoldsGradient]:
-        return [*self._parameters.values(), *self._low_rank.values()]
+    def _updated(self) -> list[HoldsGradient]:
+        return [*self._owned.values(), *self._low_rank.values()]
 
     def _count_search(self) -> None:
         self._num_searched += 1

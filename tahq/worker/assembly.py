@@ -323,6 +323,7 @@ class Assembly:
                 pipeline=config.pipeline,
                 wire=config.wire,
                 gradients=config.memory.gradients,
+                shards_optimizer=config.optimizer_shares > 1,
                 tie=config.model.tie == "sync",
                 sum_codecs=config.sum_codecs,
             ),

@@ -311,6 +311,7 @@ class WorkerTraining:
                 stage.update.discard()
             if not (commit.apply or commit.abandoned):
                 self._keep_batch(commit.step)
+        stage.gather_weights(commit.step)
         stage.use_codecs(commit.step + 1, commit.codecs)
         stage.use_schedule(commit.schedule, commit.depths)
         stage.use_replicas(commit.computing)

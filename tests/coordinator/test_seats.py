@@ -213,6 +213,8 @@ def test_decisions_are_kept_since_the_base_and_stages_begin_there_or_at_the_newe
         table[1].position = position
         assert recovery.common_point(run, table).step == point
         assert recovery.can_rebase(run, table, run.newest) == (point == 4)
+        # a stage at step 4 may still wait for the weights of the step before
+        assert recovery.can_rebase(run, table, run.newest, shares_updates=True) == (position == 6)
     run.rebase(run.newest)
     assert (run.step, min(run.decided)) == (6, 4)
 

@@ -100,6 +100,19 @@ def test_replicas_that_differ_end_the_run(changes, message):
         steps.decide(training, prepares, names, num_steps=9, num_stages=2)
 
 
+def test_replicas_that_share_updates_have_norms_of_their_own_and_the_same_weights():
+    own = {"weights_digest": "a", "links": []}
+    prepares = [make_prepare(0, stage, 4, norm2=[1.0 + stage], **own) for stage in range(4)]
+    given = TrainingConfig(epochs=1, clip_norm=1.0), prepares, [f"stage {stage}" for stage in range(4)]
+    decision = steps.decide(*given, num_steps=9, num_stages=2, num_norms=4)
+    assert decision.clip_factor == 1.0 / math.sqrt(10.0)
+    record = step_record(decision, prepares, 2.0, Grid(2, 2), num_norms=4)
+    assert record.grad_norm == math.sqrt(10.0)
+    prepares[3] = replace(prepares[3], weights_digest="b")
+    with pytest.raises(DataError, match="stage 1 and stage 3, replicas of one stage, have different weights"):
+        steps.decide(*given, num_steps=9, num_stages=2, num_norms=4)
+
+
 @pytest.mark.parametrize(
     ("stage", "is_second", "changes", "reason"),
     [

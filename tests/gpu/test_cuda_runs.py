@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from support.runs import launch, start, tiny, write_config
+from support.runs import assert_same_run, launch, start, tiny, train, write_config
 
 pytestmark = [pytest.mark.gpu]
 
@@ -83,6 +83,19 @@ def _contexts() -> set[tuple[str, str]]:
     command = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")
     rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {(pid, device) for pid, device in (row.split(", ") for row in rows)}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fp8_adamw"])
+@pytest.mark.parametrize("inside", ["zmq", pytest.param("nccl", marks=two_devices)])
+def test_shares_of_optimizer_states_give_the_bits_of_whole_ones(tmp_path, inside, optimizer):
+    """Over ZMQ both replicas are on one device."""
+    config = with_training({**CONFIG, "pipeline": {"stages": 1, "replicas": 2}}, steps=5, optimizer=optimizer)
+    config |= {"run": {**CONFIG["run"], "device": "auto" if inside == "nccl" else "cuda"}, "links": {"inside": inside}}
+    whole, shared = (
+        train(tmp_path / name, {**config, "wire": {"all_reduce": "raw"}, "memory": {"shard": shard}})
+        for name, shard in (("whole", []), ("shared", ["optimizer"]))
+    )
+    assert_same_run(shared, whole)
 
 
 @two_devices

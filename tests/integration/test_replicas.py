@@ -117,6 +117,10 @@ def test_run_goes_on_with_another_number_of_replicas(tmp_path):
         ({"wire": {"activations": "aqsgd"}}, "wire.activations: aqsgd remembers the samples of one pipeline"),
         ({"schedule": "gpipe", "pipeline": {"replicas_wait": "1s"}}, "all of which gpipe keeps in memory; use 1f1b"),
         ({"links": {"inside": "gloo"}, "pipeline": {"replicas_wait": "1s"}}, "needs links over ZMQ"),
+        (
+            {"memory": {"shard": ["optimizer"]}, "pipeline": {"replicas_wait": "1s"}},
+            "under memory.shard only that one could update its share",
+        ),
         ({"wire": {"all_reduce": "tha"}}, "no codec 'tha'; did you mean tah?"),
         (
             {"hosts": [{"address": "10.0.0.1"}] * 2},

@@ -40,6 +40,12 @@ def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
     assert (made_anew, kept) == (plain, plain + MATRICES)
 
 
+def test_replicas_that_share_optimizer_states_have_more_room_for_blocks():
+    config, spec = loaded()
+    whole, shared = (model_numbers(config, spec, shares=shares).block_nbytes for shares in (1, 4))
+    assert whole - shared == 0.75 * 2 * 4 * (MATRICES + 2 * 64)
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize(
     ("optimizer", "memory"),

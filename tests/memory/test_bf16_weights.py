@@ -119,6 +119,7 @@ def test_bits_are_equal_on_cuda(family, residual, kept_as):
     for matrices in (torch.float32, BF16):
         for deferred in (None, DeferredGradients()):
             module = make(family, matrices, MIDDLE, "cuda")
+            recompute(module, "none")
             module.residual = residual
             set_gradient_dtype((p for p in module.parameters() if p.ndim >= 2), kept_as)
             results.append(gradients(module, bf16=True, deferred=deferred))

@@ -40,10 +40,11 @@ class Wire:
         return frame
 
 
-def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, gives_up=()):
+def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, gives_up=(), owners=None):
     """Every replica's gradients after the sum; `gradients` by replica, `spec_of` the codec of shards of a pair.
 
-    Only those `computing` have gradients; where one `gives_up`, None.
+    Only those `computing` have gradients; where one `gives_up`, None. With `owners`, by parameter, every replica's
+    weights after these have added the sums to them.
     """
     count, wire = len(gradients), WireConfig()
     queues = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
@@ -69,7 +70,8 @@ def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, giv
             if stored:
                 fold_gradient(parameter)
         half = len(parameters[rank]) // 2
-        sums = GradientSum({0: parameters[rank][:half], 1: parameters[rank][half:]}, rank, boundaries, 1, 3)
+        divided = {0: owners[:half], 1: owners[half:]} if owners else None
+        sums = GradientSum({0: parameters[rank][:half], 1: parameters[rank][half:]}, rank, boundaries, 1, 3, divided)
         if computing is not None:
             sums.use(computing)
         sums.post(5)
@@ -77,7 +79,14 @@ def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, giv
             sums.open(5, chunk, send)
             sums.close(is_void=rank in gives_up)
         is_done = sums.finish(5, is_void=rank in gives_up)
+        for parameter, owner in zip(parameters[rank], owners or (), strict=owners is not None):
+            gradient = gradient_of(parameter)
+            assert (gradient is None) == (owner != rank)
+            parameter.data.add_(gradient if owner == rank else torch.nan)
+        sums.gather_weights(5)
         assert all(not boundary.transport._expected and not boundary._posted for boundary in boundaries.values())
+        if owners:
+            return [parameter.detach() for parameter in parameters[rank]]
         return [gradient_of(parameter) for parameter in parameters[rank]] if is_done else None
 
     def send(boundary, name, shard, _):
@@ -115,6 +124,19 @@ def test_every_replica_has_the_same_sums_of_any_sizes(count, sizes, bucket, spec
         elif sizes[index] > 300:
             tolerance = {BF16: 0.01, FP8: 0.06}.get(spec, 1.0)
             assert (found[0][index] - total).norm() < tolerance * total.norm()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(2, 4), st.lists(st.integers(1, 700), min_size=1, max_size=6), st.booleans())
+def test_owners_alone_have_the_sums_and_give_the_others_their_weights(data, count, sizes, stored):
+    gradients, owners = random_gradients(count, sizes), [data.draw(st.integers(0, count - 1)) for _ in sizes]
+    whole = all_reduce(gradients, lambda a, b: FP32, FP32, stored=stored)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sum, "BUCKET", data.draw(st.sampled_from([64, 300, 1 << 20])))
+        patch.setattr(gradient_sum, "_TURNS_AHEAD", data.draw(st.integers(0, 3)))
+        found = all_reduce(gradients, lambda a, b: FP32, FP32, stored=stored, owners=owners)
+    for replica in found:
+        assert all(torch.equal(weights, total) for weights, total in zip(replica, whole, strict=True))
 
 
 def test_near_replicas_send_shards_uncompressed_and_all_take_the_same_sums():

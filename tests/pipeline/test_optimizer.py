@@ -5,6 +5,7 @@ from torch.nn import Parameter
 from tahq.errors import SnapshotError
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer, load_optimizer_tensors, optimizer_tensors
+from tahq.pipeline.update import StageUpdate
 
 SHAPES = {
     "h.0.attn.weight": (7, 5),
@@ -106,6 +107,16 @@ def test_load_refuses_states_that_do_not_fit(absent, changed, message):
     states = {name: t for name, t in optimizer_tensors(optimizer, parameters).items() if not name.endswith(absent)}
     with pytest.raises(SnapshotError, match=message):
         load_optimizer_tensors(config("adamw"), optimizer, parameters, states | changed)
+
+
+def test_states_that_only_other_replicas_files_have_are_not_left_out_silently():
+    updates = [StageUpdate(config("adamw"), make_parameters(), decayed, 9, owned={name}) for name in list(SHAPES)[:2]]
+    for parameter in updates[0].optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    updates[0].apply(0, 1.0)
+    tensors = updates[0].tensors()
+    with pytest.raises(SnapshotError, match="in files of other replicas"):
+        updates[1].load(tensors.__getitem__, set(tensors))
 
 
 def test_adamw_is_torchs():

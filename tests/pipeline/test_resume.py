@@ -68,12 +68,19 @@ EXACT = [
     (LOSSLESS, {"pipeline.stages": 2}),
     (LOSSLESS, {"pipeline.layers": [1, 2, 2, 3]}),
     {"pipeline.balance": "counted"},
+    {"memory.shard": ["optimizer"]},
+    ({"pipeline.replicas": 2, "wire.all_reduce": "raw"}, {"memory.shard": ["optimizer"]}),
     {"pipeline.first": {"schedule": "zero-bubble", "in_flight": [4, 3, 2, 1]}},
 ]
 INEXACT = [
     ({"training.optimizer": "adamw_bf16"}, {"training.adamw_bf16": {"rounding": "nearest"}}),
     {"memory.gradients": "bf16"},
     {"memory.residual": "bf16"},
+    ({"pipeline.replicas": 2}, {"memory.shard": ["optimizer"]}),
+    (
+        {"pipeline.replicas": 2, "wire.all_reduce": "raw", "wire.all_reduce_inside": "fp8"},
+        {"memory.shard": ["optimizer"]},
+    ),
     {"wire.gradients": "fixed:bits=10"},
     {"wire.backend": "reference"},
     {"wire.activations": "raw:dtype=fp16"},

@@ -6,7 +6,7 @@ the optimizer's step are written out here. With `wire`, the codec is inserted wh
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.boundary import codec_key
+from tahq.pipeline.optimizer import owners
 from tahq.pipeline.update import learning_rate
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
@@ -185,6 +186,9 @@ def _all_reduce(config: ClusterConfig, parameters: list, of_replicas: list[dict]
     # workers of one machine are one site
     spec = config.wire.all_reduce_inside or config.wire.all_reduce
     coded = _in_fp8 if spec == "fp8" else lambda x: x
+    if config.optimizer_shares > 1:
+        _reduce_to_owners(parameters, of_replicas, coded)
+        return
     flat = [torch.cat([grads[p].flatten() for p in parameters]) for grads in of_replicas]
     blocks = -(-flat[0].numel() // 128)
     size = 128 * -(-blocks // len(flat))
@@ -200,3 +204,14 @@ def _all_reduce(config: ClusterConfig, parameters: list, of_replicas: list[dict]
     for parameter, gradient in zip(parameters, split, strict=True):
         whole = gradient.view(parameter.shape).clone()
         parameter.grad = _in_fp8(whole) if config.memory.gradients == "fp8" else whole
+
+
+def _reduce_to_owners(parameters: list, of_replicas: list[dict], coded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of a stage whose replicas update a share of the parameters each: sums are rounded no more."""
+    of_parameter = owners([tuple(p.shape) for p in parameters], len(of_replicas))
+    for owner in range(len(of_replicas)):
+        owned = [p for p, its_owner in zip(parameters, of_parameter, strict=True) if its_owner == owner]
+        flat = [torch.cat([grads[p].flatten() for p in owned]) for grads in of_replicas]
+        total = sum(part if replica == owner else coded(part) for replica, part in enumerate(flat))
+        for parameter, gradient in zip(owned, total.split([p.numel() for p in owned]), strict=True):
+            parameter.grad = gradient.view(parameter.shape).clone()

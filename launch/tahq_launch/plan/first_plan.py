@@ -356,7 +356,7 @@ def _problem(
     schedules = () if config.pipeline.schedule == "auto" else (config.pipeline.schedule,)
     if not schedules and config.pipeline.depths is not None:
         schedules = ("1f1b",)  # which takes any depths
-    problem = problem_of(config, spec, cluster, PlanChoices(schedules=schedules))
+    problem = problem_of(config, spec, cluster, PlanChoices(schedules=schedules), given.optimizer_shares)
     sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
     sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
     codecs = _codecs(given)

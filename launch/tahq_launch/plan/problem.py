@@ -50,11 +50,16 @@ class PlanChoices:
     max_replicas: int = 1
 
 
-def problem_of(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, choices: PlanChoices) -> PlanProblem:
-    """The planner's problem of a resolved configuration; UserError for an unknown codec or schedule."""
+def problem_of(
+    config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, choices: PlanChoices, shares: int = 1
+) -> PlanProblem:
+    """The planner's problem of a resolved configuration; UserError for an unknown codec or schedule.
+
+    `shares`: replicas of this plan that divide the optimizer states (`ClusterConfig.optimizer_shares`).
+    """
     schedules = _schedules(config, choices.schedules)
     return PlanProblem(
-        model=model_numbers(config, spec, splits_backward="zero-bubble" in schedules),
+        model=model_numbers(config, spec, splits_backward="zero-bubble" in schedules, shares=shares),
         cluster=cluster,
         activations=_codecs(choices.codecs, "activations", config.wire.activations),
         gradients=_codecs(choices.codecs, "gradients", config.wire.gradients),
@@ -106,8 +111,10 @@ def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ..
     return tuple(codecs)
 
 
-def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False) -> ModelNumbers:
-    """The model's sizes in bytes; the largest block stands for all blocks.
+def model_numbers(
+    config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False, shares: int = 1
+) -> ModelNumbers:
+    """The model's sizes in bytes; the largest block stands for all blocks. `shares` as of `problem_of`.
 
     With split backwards micro-batches count with what they hold between the gradients of inputs and of weights.
     """
@@ -115,14 +122,14 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bo
     first, last = BlockRange(0, 1, layers), BlockRange(layers - 1, layers, layers)
     if layers < 3:
         whole = BlockRange(0, layers, layers)
-        block, ends = _state_nbytes(config, spec, whole) / layers, (0.0, 0.0)
+        block, ends = _state_nbytes(config, spec, whole, shares) / layers, (0.0, 0.0)
         weights = _weights_nbytes(spec, whole) / layers
     else:
         middle = BlockRange(1, 2, layers)
-        block, weights = _state_nbytes(config, spec, middle), _weights_nbytes(spec, middle)
+        block, weights = _state_nbytes(config, spec, middle, shares), _weights_nbytes(spec, middle)
         gradient = _fp32_gradient(config, spec, middle)
         first_end, last_end = (
-            _state_nbytes(config, spec, end) - block + _fp32_gradient(config, spec, end) - gradient
+            _state_nbytes(config, spec, end, shares) - block + _fp32_gradient(config, spec, end) - gradient
             for end in (first, last)
         )
         ends = first_end, last_end
@@ -143,7 +150,7 @@ def _device(config: ClusterConfig) -> str:
     return stage_device(config, 0).type
 
 
-def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
+def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, shares: int) -> float:
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
     device = _device(config)
     shape = micro_batch_shape(config, spec, 1, device=device)
@@ -158,7 +165,7 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) ->
         gradients=config.memory.gradients,
     )
     memory = stage_memory(spec, blocks, numbers)
-    return float(memory.weights + memory.gradients + memory.optimizer)
+    return memory.weights + memory.gradients + memory.optimizer / shares
 
 
 def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbers:

@@ -168,6 +168,7 @@ def _coordinator_options(
         num_stages=config.pipeline.num_workers,
         replicas=config.pipeline.replicas,
         replicas_wait_s=config.pipeline.replicas_wait,
+        shares_updates=config.optimizer_shares > 1,
         recorded_replicas=recorded_replicas(config),
         run_id=origin.run_id,
         run_folder=folder.path,

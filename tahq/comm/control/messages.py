@@ -245,12 +245,12 @@ class Start:
 class Prepare:
     """worker → coordinator: my part of this step is computed, nothing is applied yet.
 
-    `norm2` has one fp64 squared gradient norm per parameter. Loss sum, token count and batch digest are set by the
-    stages that know them (None, None and "" elsewhere). `timing` holds seconds by activity (forward, wait:1,
-    beside:encode, …; see `pipeline/spans.py`), out of the `active_s` from the COMMIT before (or START) to this message.
-    A row of `links` is [link, direction, frames, payload bytes, wire bytes, elements; seconds: busy, sending, on the
-    wire, shortest round trip so far (0: unknown)] of sent data, a row of `codec_errors` [link, direction, ‖x̂ − x‖/‖x‖]
-    of a sent tensor, where it was measured.
+    `norm2` has one fp64 squared gradient norm per parameter that the worker updates. Loss sum, token count and batch
+    digest are set by the stages that know them (None, None and "" elsewhere). `timing` holds seconds by activity
+    (forward, wait:1, beside:encode, …; see `pipeline/spans.py`), out of the `active_s` from the COMMIT before (or
+    START) to this message. A row of `links` is [link, direction, frames, payload bytes, wire bytes, elements; seconds:
+    busy, sending, on the wire, shortest round trip so far (0: unknown)] of sent data, a row of `codec_errors` [link,
+    direction, ‖x̂ − x‖/‖x‖] of a sent tensor, where it was measured.
     """
 
     step: int

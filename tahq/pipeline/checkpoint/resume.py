@@ -13,6 +13,7 @@ from typing import Any
 
 from tahq.errors import SnapshotError
 from tahq.memory.config import with_recompute
+from tahq.quant.config import FP8
 from tahq.quant.spec import AqsgdSpec, CodecSpec, RawSpec
 
 Config = Mapping[str, Any]
@@ -186,6 +187,14 @@ def _coding(config: Config) -> tuple[Any, list[CodecSpec]]:
     ]
 
 
+def _sums_exactly(config: Config) -> bool:
+    """Whether there is one pipeline, or sums over replicas are sent in fp32."""
+    far, near = _get(config, "wire.all_reduce"), _get(config, "wire.all_reduce_inside")
+    specs = {far, near or far}
+    is_exact = FP8 not in specs and all(CodecSpec.parse(spec) == RawSpec("fp32") for spec in specs)
+    return is_exact or _get(config, "pipeline.replicas") == 1
+
+
 def _forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
     """The samples that AQ-SGD forgets, for the user: a cut at the same block keeps them if they keep their length."""
     before, after = (any(isinstance(s, AqsgdSpec) and s.has_cache for s in _codecs(config)) for config in (old, new))
@@ -354,6 +363,14 @@ RULES: Mapping[str, KeyRule] = {
         ),
     ),
     "memory.attention_chunks": KeyRule(Verdict.EXACT, "a head is computed by itself"),
+    "memory.shard": KeyRule(
+        Verdict.INEXACT,
+        "sums over replicas are rounded once by owners of parameters, else twice",
+        (
+            lambda old, new: all(not _get(each, "memory.shard") or _sums_exactly(each) for each in (old, new)),
+            "sums over replicas are not rounded",
+        ),
+    ),
     "memory.agoq": KeyRule(Verdict.INEXACT, "stored activations are rounded differently", _IS_NOT_AGOQ),
     "memory.agoq.rounding": KeyRule(Verdict.EXACT, "a resumed run keeps its bits"),
     "wire": KeyRule(
