@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 57_950,
-    "modules there": 319,
-    "lines of benchmarks": 7_700,
-    "lines of tests": 41_750,
+    "lines of tahq, launch and netem": 60_400,
+    "modules there": 328,
+    "lines of benchmarks": 8_100,
+    "lines of tests": 44_000,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,
