@@ -46,6 +46,7 @@ def test_codecs_see_whole_samples(tmp_path):
     assert_equal_to_the_bit(train(tmp_path, lossy), plain(lossy, cut=True))
 
 
+@pytest.mark.acceptance
 def test_a_run_resumed_before_the_length_changes_is_equal_to_the_bit(tmp_path):
     halfway = config({"steps": 4}, pipeline={"stages": 2})
     whole = train(tmp_path / "whole", config(pipeline={"stages": 2}))

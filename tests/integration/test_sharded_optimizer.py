@@ -82,6 +82,7 @@ def test_run_goes_on_with_shares_or_without_to_the_bit(tmp_path):
     assert_same_state(run, calm)
 
 
+@pytest.mark.acceptance
 def test_run_goes_on_with_other_numbers_of_shares(tmp_path):
     halfway = sharded(2, 1, training={"steps": 2})
     states = {name: t for name, t in train(tmp_path, halfway).snapshot().items() if name.startswith("optimizer/")}

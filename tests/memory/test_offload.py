@@ -144,7 +144,7 @@ def check_bits(spec: ModelSpec, which: Iterable[Offload], **keys) -> None:
 
 
 @pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["fp32", "bf16"])
 def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
     if bf16 or "master" not in which:
         check_bits(make_spec("llama", num_layers=6), which, bf16=bf16)
@@ -152,7 +152,7 @@ def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
 
 @pytest.mark.parametrize("level", get_args(Recompute))
 @pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.acceptance)])
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("is_split", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["whole", "split"])
 def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split):
     spec = make_spec(family, num_layers=6, dropout=0.1 if family == "gpt2" else 0.0)
     check_bits(spec, OPTIONS, level=level, is_split=is_split, bf16=True, steps=2)
@@ -165,7 +165,7 @@ def test_every_optimizer_gets_its_states_from_the_host(optimizer):
 
 
 @pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("is_split", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["whole", "split"])
 def test_nothing_is_read_or_overwritten_before_its_copy_is_waited_for(which, is_split):
     check_bits(make_spec("llama", num_layers=6), which, bf16=True, is_split=is_split, steps=2, memory=LateMemory)
 
@@ -321,7 +321,7 @@ def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight, monkey
 
 @pytest.mark.parametrize("which", EACH, ids="+".join)
 @pytest.mark.parametrize(("bf16", "level"), [(True, "none"), (True, "block"), (False, "att")])
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.acceptance)])
 def test_host_memory_is_what_is_estimated(which, bf16, level, optimizer):
     if not bf16 and "master" in which:
         return

@@ -37,7 +37,11 @@ every_level = pytest.mark.parametrize("level", LEVELS)
 
 @every_level
 @pytest.mark.parametrize(
-    ("family", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.1), ("qwen2", 0.0), ("qwen3", 0.0)]
+    ("family", "dropout"),
+    [
+        *(("gpt2", 0.1), ("llama", 0.1), ("qwen3", 0.0)),
+        *(pytest.param(each, 0.0, marks=pytest.mark.acceptance) for each in ("gpt2", "qwen2")),
+    ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
