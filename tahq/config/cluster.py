@@ -253,12 +253,6 @@ class ClusterConfig(Section):
 
     def _check_memory(self) -> None:
         family, optimizer = self.model.family, self.training.optimizer
-        offload = self.memory.all_offload
-        if self.optimizer_shares > 1 and offload - {"residual"}:
-            raise ValueError(
-                f"memory.shard: replicas send each other weights that they keep on the device; memory.offload lists "
-                f"{', '.join(sorted(offload - {'residual'}))}: remove these, or memory.shard"
-            )
         by_stage = [each for each in self.memory.offload if isinstance(each, tuple)]
         lists = {"agoq.bits": self.memory.agoq.bits, "recompute": self.memory.recompute, "offload": by_stage or None}
         for key, values in lists.items():
@@ -267,18 +261,7 @@ class ClusterConfig(Section):
                     f"memory.{key} lists {len(values)} stages, pipeline.stages is {self.pipeline.stages}; give one "
                     "value for all stages, or one for each"
                 )
-        if "master" in offload and self.training.precision == "fp32":
-            raise ValueError(f"memory.offload: {NEEDS_BF16}; training.precision is fp32")
-        if "gradients" in offload and self.pipeline.replicas > 1:
-            raise ValueError(
-                "memory.offload: gradients are on the host, but replicas (pipeline.replicas) sum them in pieces on the "
-                "device; leave gradients out or use pipeline.replicas 1"
-            )
-        if self.training.is_low_rank and offload - {"residual"}:
-            raise ValueError(
-                f"memory.offload: training.optimizer {optimizer} keeps weights, gradients and moments of attention and "
-                f"MLP in a form that stays on the device; of {', '.join(sorted(offload))} it allows residual only"
-            )
+        self._check_offload()
         if (self.memory.loss_chunks or 1) > 1 and self.training.is_low_rank:
             raise ValueError(
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "
@@ -312,6 +295,26 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}, "
                 f"model.family is {family}; use memory.activations: none"
+            )
+
+    def _check_offload(self) -> None:
+        offload, optimizer = self.memory.all_offload, self.training.optimizer
+        if self.optimizer_shares > 1 and offload - {"residual"}:
+            raise ValueError(
+                f"memory.shard: replicas send each other weights that they keep on the device; memory.offload lists "
+                f"{', '.join(sorted(offload - {'residual'}))}: remove these, or memory.shard"
+            )
+        if "master" in offload and self.training.precision == "fp32":
+            raise ValueError(f"memory.offload: {NEEDS_BF16}; training.precision is fp32")
+        if "gradients" in offload and self.pipeline.replicas > 1:
+            raise ValueError(
+                "memory.offload: gradients are on the host, but replicas (pipeline.replicas) sum them in pieces on the "
+                "device; leave gradients out or use pipeline.replicas 1"
+            )
+        if self.training.is_low_rank and offload - {"residual"}:
+            raise ValueError(
+                f"memory.offload: training.optimizer {optimizer} keeps weights, gradients and moments of attention and "
+                f"MLP in a form that stays on the device; of {', '.join(sorted(offload))} it allows residual only"
             )
 
     def _check_fp8(self) -> None:

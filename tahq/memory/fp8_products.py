@@ -68,7 +68,7 @@ def check_fp8_units(device: torch.device) -> None:
 
 def use_fp8_products(module: ModelSlice, config: Fp8Config) -> None:
     """Compute the products with weights in a slice's blocks in FP8; call it after what changes layers otherwise."""
-    for block in module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}").children():
+    for block in module.blocks():
         attention = next(child for child in block.children() if type(child).__name__.endswith("Attention"))
         for layer in block.children():  # norms and the MLP
             layer.gives_maxima = True  # type: ignore[assignment]
@@ -122,7 +122,7 @@ def _rows(x: torch.Tensor) -> Layouts:
 
 
 class _AsKept:
-    """A `Recomputation` of an input that is kept as it is."""
+    """A `Recomputation` of an input that is kept unchanged."""
 
     def rows(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The input."""

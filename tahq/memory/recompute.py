@@ -53,7 +53,7 @@ def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> No
     stored, kinds = EXACTLY_STORED.get(level, ()), ("norms", "mlp")
     on_cuda = has_kernels(next(module.parameters()).device.type)
     module.checkpoint_blocks, module.owns_products = level == "block", on_cuda or level not in ("none", "block")
-    for block in module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}").children():
+    for block in module.blocks():
         first, second = filter(is_norm, block.children())
         attention = next(child for child in block.children() if type(child).__name__.endswith("Attention"))
         mlp = block.get_submodule("mlp")

@@ -295,7 +295,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: boo
     if parameter.grad is None:
         parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
-        # as autograd: a wider gradient is rounded first; a narrower one is converted as it is read
+        # like autograd: rounds a wider gradient first, and widens a narrower one while adding
         is_wider = gradient.itemsize > parameter.grad.itemsize
         parameter.grad.add_(gradient.to(parameter.grad.dtype) if is_wider else gradient)
     if is_whole:
@@ -305,7 +305,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: boo
 def accumulate_product(
     parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_whole: bool = True
 ) -> None:
-    """`accumulate` of left·right. On CUDA a gradient in fp32 takes it as it is computed, neither rounded nor stored."""
+    """`accumulate` of left·right. On CUDA the product adds itself to a gradient in fp32, unrounded."""
     if not (left.is_cuda and gradient_dtype(parameter) == torch.float32):
         accumulate(parameter, left.mm(right), is_whole=is_whole)
         return

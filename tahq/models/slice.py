@@ -93,7 +93,7 @@ class ModelSlice(nn.Module):
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
     `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
-    stream; None: it stays as it is, fp32 in a run.
+    stream; None: it is not converted, so it is fp32 in a run.
     `matrices`: type of weights with two dimensions; all others, and all gradients at first, are fp32.
     """
 

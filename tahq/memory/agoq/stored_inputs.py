@@ -69,10 +69,10 @@ Bits = int | None
 
 def store_inputs(module: ModelSlice, config: AgoqConfig, bits: int) -> None:
     """Make a slice's blocks store their activations in so many bits per number."""
-    layout, model = module.spec.layout, module.spec.hf_config
+    model = module.spec.hf_config
     if "attention" in config.stored:
         module.attend_by(STORED_ATTENTION, _stored_attention)
-    for block in module.get_submodule(f"{layout.trunk}.{layout.blocks}").children():
+    for block in module.blocks():
         own = set(block.children())
         for layer in block.modules():
             store_inputs_of(layer, config.stored, bits, model, is_own=layer in own)

@@ -12,7 +12,7 @@ On CUDA the copies run on two streams of their own, one for each direction, besi
 - the host waits in `values` only;
 - kernels may also read and write `values` where they are (zero-copy), with `changed` behind them.
 
-The caller's stream must be the same in all calls, as it is in a stage: the compute thread's, and in a backward pass
+The caller's stream must be the same in all calls. In a stage it is: the compute thread's, and in a backward pass
 that of the forward pass. On a CPU copies are made at once, in ordinary memory.
 
 Source: LLMQ §3.1, Offloading.
