@@ -4,11 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from integration.test_replicas import FP8, FP32, replicated
+from integration.test_replicas import FP8, FP32, SIX_STEPS, check_killed_worker, replicated
 from support.exactness import assert_equal_to_the_bit, plain
 from support.runs import assert_same_run, assert_same_state, launch, overrides, train
 
-from tahq import fault_points
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import stage_estimate
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
@@ -104,13 +103,4 @@ def test_run_goes_on_with_other_numbers_of_shares(tmp_path):
 )
 def test_killed_worker_loses_no_share(tmp_path, monkeypatch, fault):
     """One that is killed while it commits leaves the others waiting for its weights."""
-    config = sharded(2, 2, run={"snapshot_every": 2}, training={"steps": 6, "eval_every": 3, "eval_batches": 1})
-    calm = train(tmp_path / "calm", config)
-    (tmp_path / "faults").mkdir()
-    monkeypatch.setenv(fault_points.FAULTS, fault)
-    monkeypatch.setenv(fault_points.FOLDER, str(tmp_path / "faults"))
-    run = train(tmp_path / "killed", config)
-    assert list((tmp_path / "faults").iterdir())
-    assert "it is started again" in run.stdout
-    assert "all stages go back" not in run.stdout
-    assert_same_run(run, calm)
+    check_killed_worker(tmp_path, monkeypatch, sharded(2, 2, **SIX_STEPS), fault)
