@@ -179,7 +179,7 @@ def tahq_step(work: Work, config: ClusterConfig, device: torch.device) -> Step:
         pipeline=config.pipeline,
         wire=config.wire,
         tie=False,
-        stores_gradients=config.memory.gradients == "fp8",
+        gradients=config.memory.gradients,
     )
     bf16 = computes_in_bf16(config, device.type)
     stage = Stage(plan, {0: module}, RandomBatches(work), {}, device=device, bf16=bf16)  # type: ignore[arg-type]
