@@ -21,7 +21,7 @@ from harness import Table, main
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import step_time_s
-from tahq.plan.problem import HeldBytes, ModelNumbers, PlanProblem, divisors
+from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PlanProblem, divisors
 
 HIDDEN, SEQ_LEN, VOCABULARY = 768, 256, 50_257
 RATES = (20e6, 50e6, 100e6, 1e9)
@@ -36,7 +36,8 @@ def model(num_layers: int, global_batch: int) -> ModelNumbers:
         for size in divisors(global_batch)
     }
     ends = 16 * VOCABULARY * HIDDEN
-    return ModelNumbers(num_layers, HIDDEN, SEQ_LEN, global_batch, held, 16 * 12 * HIDDEN * HIDDEN, ends, ends)
+    option = MemoryOption(held, 16 * 12 * HIDDEN * HIDDEN, ends, ends)
+    return ModelNumbers(num_layers, HIDDEN, SEQ_LEN, global_batch, (option,))
 
 
 def host(index: int, draw: random.Random, site: str | None, memory: int | None) -> HostNumbers:

@@ -24,6 +24,7 @@ from harness import Table, launch, main
 
 from tahq.config.file import dump_yaml, load_config
 from tahq.plan.planner import plan
+from tahq.plan.problem import MemoryOption
 from tahq.units import write_duration
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.command import planned_config
@@ -84,8 +85,8 @@ def planned(values: dict[str, Any], replicas: int, stages: int) -> tuple[dict[st
     )
     row = 4.0 * HIDDEN_SIZE * problem.model.num_states
     size = config.training.micro_batch  # for which a layer's seconds are set
-    nbytes = {"block_nbytes": row, "first_nbytes": 0.0, "last_nbytes": 0.0, "held": {size: problem.model.held[size]}}
-    found = plan(replace(problem, model=replace(problem.model, **nbytes)))
+    option = MemoryOption({size: problem.model.options[0].held[size]}, block_nbytes=row)
+    found = plan(replace(problem, model=replace(problem.model, options=(option,))))
     plans = found.replicas.plans if found.replicas is not None else (found.best.plan,)
     if len(plans) != replicas:
         raise AssertionError(f"planned {len(plans)} replicas, expected {replicas}")

@@ -90,8 +90,7 @@ def best_plans(case: Case, codecs: Codecs, num: int) -> list[tuple[dict[str, Any
     spec, stages = resolved_spec(config, None), config.pipeline.stages
     problem = problem_of(config, spec, estimated_numbers(config, spec)[0], PlanChoices(num_stages=stages))
     size = config.training.micro_batch
-    held = {size: problem.model.held[size]}
-    problem = replace(problem, in_order=case.in_order, model=replace(problem.model, held=held))
+    problem = replace(problem, in_order=case.in_order, model=problem.model.with_sizes([size]))
     table = ClusterTable(problem)
     planned = plan(problem)
     every = [planned.best.plan, *itertools.islice(_all(planned.best.plan), MAX_ALL)]

@@ -56,7 +56,7 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device
 
 def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Sequence[float] = ()) -> ClusterConfig:
     """The configuration with what is open under `memory` replaced: gradients by fp32, `recompute` by none,
-    `agoq.bits` by each stage's, and `loss_chunks`.
+    `offload` by nothing, `agoq.bits` by each stage's, and `loss_chunks`.
 
     With N micro-batches in flight times their layers at the moment when a stage holds most, a stage's bits are
     4·max N/N, rounded as `memory.agoq.rounding` says (AGoQ Eq. 22, where all stages have as many layers). Those of the
@@ -68,6 +68,8 @@ def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Se
         memory = memory.model_copy(update={"gradients": "fp32"})
     if config.memory.recompute == "auto":
         memory = memory.model_copy(update={"recompute": "none"})
+    if config.memory.offload == "auto":
+        memory = memory.model_copy(update={"offload": ()})
     config = config.model_copy(update={"memory": memory})
     agoq = config.memory.agoq
     if config.memory.activations != "agoq" or agoq.bits != "auto":
@@ -104,9 +106,17 @@ def memory_lines(config: ClusterConfig, given: ClusterConfig | None = None) -> I
         bits = " ".join(str(memory.agoq.bits_of(stage)) for stage in range(config.pipeline.stages))
         yield f"  stored activations in {bits} bits, by stage (memory.agoq.bits)"
     if before is not None and before.recompute == "auto" and memory.recompute_of() != "none":
-        yield f"  recompute {memory.recompute}, since memory is what limits this run (memory.recompute)"
+        yield f"  recompute {_by_stage(memory.recompute)}, since memory is what limits this run (memory.recompute)"
+    if before is not None and before.offload == "auto" and memory.all_offload:
+        listed = [", ".join(each) or "nothing" for each in memory.offload if isinstance(each, tuple)]
+        which = _by_stage(listed) if listed else ", ".join(map(str, memory.offload))
+        yield f"  in host memory: {which}, since the device has no room for it (memory.offload)"
     if (memory.loss_chunks or 1) > 1 and (before is None or before.loss_chunks is None):
         yield f"  loss of a micro-batch in {memory.loss_chunks} chunks (memory.loss_chunks)"
+
+
+def _by_stage(values: str | Sequence[str]) -> str:
+    return values if isinstance(values, str) else f"{'; '.join(values)}, by stage"
 
 
 def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:

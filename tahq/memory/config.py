@@ -76,10 +76,11 @@ class MemoryConfig(Section):
     """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
     norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
     stages or by stage. `auto`: none, unless memory is what limits a plan. A run's config.yaml says what was chosen."""
-    offload: tuple[Offload, ...] | tuple[tuple[Offload, ...], ...] = ()
+    offload: Literal["auto"] | tuple[Offload, ...] | tuple[tuple[Offload, ...], ...] = "auto"
     """What a stage keeps of its blocks in pinned host memory, with the same bits (LLMQ): `residual`, the residual
     stream; of matrices `m` and `v`, optimizer moments, `gradients` between micro-batches, `master`, fp32 weights under
-    bf16, and `weights`, those that products read. On all stages, or a list for each."""
+    bf16, and `weights`, those that products read. On all stages, or a list for each. `auto`: nothing, unless memory is
+    what limits a plan. A run's config.yaml says what was chosen."""
     activations: Literal["none", "coat", "agoq"] = "none"
     """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
     for all models."""
@@ -133,7 +134,8 @@ class MemoryConfig(Section):
     @property
     def all_offload(self) -> frozenset[Offload]:
         """What at least one stage keeps in host memory."""
-        return frozenset(name for each in self.offload for name in ((each,) if isinstance(each, str) else each))
+        listed = () if self.offload == "auto" else self.offload
+        return frozenset(name for each in listed for name in ((each,) if isinstance(each, str) else each))
 
     def offload_of(self, stage: int | None = None) -> frozenset[Offload]:
         """What a stage keeps in host memory; None: what all stages keep there."""

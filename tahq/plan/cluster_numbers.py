@@ -67,6 +67,11 @@ class HostNumbers(Section):
     name: str = Field(min_length=1)
     memory: Size | None = None
     """Memory for a stage; None: unlimited."""
+    host_memory: Size | None = None
+    """Memory of the machine for what a GPU's stage offloads; None: unlimited."""
+    host_link: Rate | None = None
+    """Rate of copies between pinned host memory and the GPU, each way; None: not measured, so the planner offloads
+    nothing."""
     up: Rate | None = None
     """Rate of its uplink; None: unlimited."""
     down: Rate | None = None

@@ -49,7 +49,7 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
     """Share of the step that each resource is needed for, the largest first."""
     plan = prediction.plan
     stages = StageCosts.of(table, plan)
-    times = stages.times(np.array(plan.layers, dtype=float))
+    times = stages.times_of(plan)
     out, back = stages.outward, stages.inward
     chunks = plan.chunks_per_stage
     seconds: dict[Resource, float] = {}

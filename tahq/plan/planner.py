@@ -197,10 +197,10 @@ def _side_by_side(table: ClusterTable, count: int, num_stages: int, progress: Pr
     """Plans of so many replicas that differ in their hosts only; empty: the hosts have no memory for them."""
     model = table.problem.model
     batch = model.global_batch // count
-    held = {size: each for size, each in model.held.items() if batch % size == 0}
-    if not held:
+    sizes = [size for size in model.micro_batches if batch % size == 0]
+    if not sizes:
         return ()
-    part = replace(model, global_batch=batch, held=held)
+    part = replace(model.with_sizes(sizes), global_batch=batch)
     own = ClusterTable(replace(table.problem, model=part, num_stages=num_stages, max_replicas=1))
     free, plans = list(range(table.num_hosts)), list[PipelinePlan]()
     for number in range(count):
@@ -215,7 +215,8 @@ def _side_by_side(table: ClusterTable, count: int, num_stages: int, progress: Pr
         plans.append(replace(plans[0], hosts=ranked[0].hosts) if plans else ranked[0])
         free = [host for host in free if host not in ranked[0].hosts]
     layers = np.array(plans[0].layers, dtype=float)
-    limits = np.min([StageCosts.of(own, plan).depth_limits(layers) for plan in plans], axis=0)
+    split = plans[0].schedule == "zero-bubble"
+    limits = np.min([StageCosts.of(own, plan).depth_limits(layers, split=split) for plan in plans], axis=0)
     if limits.min() < (1 if plans[0].depths else plans[0].num_micro_batches):
         return ()
     limits = np.where(limits < plans[0].num_micro_batches, limits, np.inf)  # no more are ever in flight
@@ -238,10 +239,10 @@ def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
 
 def _sum_nbytes(table: ClusterTable, plan: PipelinePlan) -> list[float]:
     """Of the FP8 codes of each stage's gradients."""
-    model = table.problem.model
-    weights = [layers * model.block_nbytes for layers in plan.layers]
-    weights[0] += model.first_nbytes
-    weights[-1] += model.last_nbytes
+    model, option = table.problem.model, table.problem.model.options[0]
+    weights = [layers * option.block_nbytes for layers in plan.layers]
+    weights[0] += option.first_nbytes
+    weights[-1] += option.last_nbytes
     return [stored_gradient_nbytes(int(each / model.num_states / np.float32().itemsize)) for each in weights]
 
 
@@ -298,7 +299,7 @@ def _why_nothing_fits(table: ClusterTable) -> str:
     count = min(table.num_hosts, model.num_layers, 3)
     stages = StageCosts(table, range(count), model.micro_batches[0])
     ones = np.ones(count)
-    need = float((stages.fixed_nbytes(ones) + stages.nbytes_in_flight(ones, ones)).min())
+    need = float(stages.least_nbytes(ones, ones).min())
     largest = int(np.argmax(table.memory))
     if table.memory[largest] < need:
         return (
@@ -311,7 +312,7 @@ def _why_nothing_fits(table: ClusterTable) -> str:
             f"no choice of hosts{_in_stages(problem)} has the memory for what {' and '.join(problem.schedules)} keeps "
             f"in flight; with fewer micro-batches in flight the model fits: try --schedules 1f1b"
         )
-    total = model.block_nbytes * model.num_layers + model.first_nbytes + model.last_nbytes
+    total = min(each.block_nbytes * model.num_layers + each.first_nbytes + each.last_nbytes for each in model.options)
     return (
         f"no choice of hosts{_in_stages(problem)} has the memory for the model: weights, gradients and optimizer take "
         f"{format_size(total)}, all {table.num_hosts} hosts together have {format_size(float(table.memory.sum()))}"

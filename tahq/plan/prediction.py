@@ -1,7 +1,7 @@
 """The prediction of a plan: its schedule, simulated with the costs of its hosts.
 
 Each host encodes in one lane beside its compute and decodes in another. Not included: the optimizer's update,
-evaluations, checkpoints, and the exchange of tied embeddings.
+evaluations, checkpoints, and the exchange of tied embeddings; of the update its copies from and to host memory are.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from tahq.comm.network_model import SHORTEST_QUEUE_S
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
-from tahq.plan.problem import PipelinePlan
+from tahq.plan.problem import MemoryOption, PipelinePlan
 from tahq.plan.search.stages import StageCosts, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array
@@ -42,8 +42,9 @@ class Speed:
 class Prediction:
     """A plan and its simulation.
 
-    `step_s` includes the commit's round trip, but not the exchange between replicas. `timeline` is of the
-    whole step, or, where that is too long, of its first part. `memory_nbytes` and `in_flight` are by stage.
+    `step_s` includes the commit's round trip, but not the exchange between replicas. `timeline` is of the whole step,
+    or, where that is too long, of its first part. `memory_nbytes`, `in_flight` and `options`, what is chosen under
+    `memory`, are by stage.
     """
 
     plan: PipelinePlan
@@ -52,6 +53,7 @@ class Prediction:
     timeline: StepTimeline
     in_flight: tuple[int, ...]
     memory_nbytes: tuple[float, ...]
+    options: tuple[MemoryOption, ...]
 
 
 def step_time_s(table: ClusterTable, plan: PipelinePlan, speed: Speed = Speed()) -> float:
@@ -69,7 +71,13 @@ def predict(table: ClusterTable, plan: PipelinePlan, speed: Speed = Speed()) -> 
     in_flight = _in_flight(schedule)
     tokens_per_s = table.problem.tokens_per_step() / step_s
     memory_nbytes = tuple(map(float, _memory_nbytes(table, plan, in_flight)))
-    return Prediction(plan, step_s, tokens_per_s, timeline, in_flight, memory_nbytes)
+    return Prediction(plan, step_s, tokens_per_s, timeline, in_flight, memory_nbytes, memory_options(table, plan))
+
+
+def memory_options(table: ClusterTable, plan: PipelinePlan) -> tuple[MemoryOption, ...]:
+    """What each stage of a plan has of what may be chosen under `memory`."""
+    every = table.problem.model.options
+    return tuple(every[number] for number in StageCosts.of(table, plan).options_of(plan))
 
 
 def fits_memory(table: ClusterTable, plan: PipelinePlan) -> bool:
@@ -89,7 +97,7 @@ def _memory_nbytes(table: ClusterTable, plan: PipelinePlan, in_flight: Sequence[
     """Each stage's peak; chunks of one stage count as one."""
     stages = StageCosts.of(table, plan)
     layers, held = np.array(plan.layers, dtype=float), np.array(in_flight, dtype=float) / plan.chunks_per_stage
-    return stages.fixed_nbytes(layers) + stages.nbytes_in_flight(layers, held)
+    return stages.peak_nbytes(layers, held, stages.options_of(plan))
 
 
 def _schedule(plan: PipelinePlan, num_micro_batches: int) -> Schedule:
@@ -147,7 +155,10 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
     links = [cut % plan.num_stages % max(1, plan.num_stages - 1) for cut in range(len(hosts) - 1)]
     activations, gradients = ([codecs[link] for link in links] for codecs in (plan.activations, plan.gradients))
     chunks = StageCosts(table, hosts, plan.micro_batch, activations, gradients)
-    times, out, back = chunks.times(np.array(chunk_layers(plan), dtype=float)), chunks.outward, chunks.inward
+    stages = StageCosts.of(table, plan)
+    options = stages.options_of(plan)
+    times = chunks.times(np.array(chunk_layers(plan), dtype=float), np.tile(options, plan.chunks_per_stage))
+    out, back = chunks.outward, chunks.inward
     by_cut = (
         *(chunks.nbytes, out.encode, out.decode, back.encode, back.decode),
         speed.latency * chunks.latency,
@@ -155,13 +166,14 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
     )
     cuts = [CutCosts(*map(float, (*nbytes, *others))) for nbytes, *others in zip(*by_cut, strict=True)]
     seconds = (times.forward, times.backward, times.input_gradient)
+    update_s = stages.update_s(np.array(plan.layers, dtype=float), options)
     # frames wait where tahq chooses the next one only if uplinks are shaped; else links share an uplink as TCP does
     is_ordered = piece_nbytes is None or len(table.problem.firsts) > 1 or plan.first != "oldest"
     return Costs(
         compute_s=compute_seconds(*((speed.compute * each).tolist() for each in seconds)),
         cuts=cuts,
         hosts=[HostCosts(speed.rates * table.up[host], speed.rates * table.down[host]) for host in plan.hosts],
-        commit_s=max((2 * cut.latency_s for cut in cuts), default=0.0),
+        commit_s=max((2 * cut.latency_s for cut in cuts), default=0.0) + update_s,
         piece_nbytes=piece_nbytes,
         first=plan.first if is_ordered else None,
         queue_s=math.inf if piece_nbytes is None else SHORTEST_QUEUE_S,

@@ -5,12 +5,13 @@ and of each end of the model, so that any division can be weighed without buildi
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from tahq.comm.link.frame import HEADER_NBYTES
 from tahq.comm.link.spec import First
+from tahq.memory.config import Offload, Recompute
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.quant import get_codec
 
@@ -23,7 +24,8 @@ class HeldBytes:
     block_put_off, last_put_off: what is kept beyond that while only gradients of weights are missing. stage: what any
     stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and its
     head where that is low-rank, once. again: a block that is recomputed, and its largest matrix where that is low-rank,
-    once; never while there are logits. With gradients in 8 bits both include the largest in fp32.
+    once; never while there are logits. With gradients in 8 bits both include the largest in fp32. streamed: a block's
+    residual stream that is in host memory instead.
     """
 
     block: float = 0.0
@@ -35,30 +37,66 @@ class HeldBytes:
     tensor: float = 0.0
     workspace: float = 0.0
     again: float = 0.0
+    streamed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOption:
+    """What a stage keeps, and copies, under one choice of `memory.recompute` and `memory.offload`.
+
+    `held` is by micro-batch size. `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer
+    on the device, of a block and of what each end of the model adds; `host_block_nbytes`, `host_first_nbytes` and
+    `host_last_nbytes` those in host memory. Bytes of a block that are copied: `fetched`, its weights, for every forward
+    and backward pass; `exchanged`, its gradients, to the device and back for every backward pass; `updated`, each way
+    for every update, as what the ends have there. `repeated`: share of a block's forward that its backward computes
+    again. `splits`: whether zero-bubble may use it.
+    """
+
+    held: Mapping[int, HeldBytes]
+    block_nbytes: float = 0.0
+    first_nbytes: float = 0.0
+    last_nbytes: float = 0.0
+    host_block_nbytes: float = 0.0
+    host_first_nbytes: float = 0.0
+    host_last_nbytes: float = 0.0
+    fetched: float = 0.0
+    exchanged: float = 0.0
+    updated: float = 0.0
+    repeated: float = 0.0
+    splits: bool = True
+    recompute: Recompute = "none"
+    offload: tuple[Offload, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
     """A model as the planner sees it: `num_layers` equal blocks and two ends.
 
-    `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer, `num_states` times the
-    weights in fp32; `held` is by micro-batch size, and those sizes are the ones that may be chosen.
+    Attributes:
+        options: of which each stage takes the fastest that fits; all with the same micro-batch sizes, those that may be
+            chosen.
+        num_states: bytes of the first option's weights, gradients and optimizer, as multiples of fp32 weights.
     """
 
     num_layers: int
     hidden_size: int
     seq_len: int
     global_batch: int
-    held: Mapping[int, HeldBytes]
-    block_nbytes: float = 0.0
-    first_nbytes: float = 0.0
-    last_nbytes: float = 0.0
+    options: tuple[MemoryOption, ...]
     num_states: float = 4.0
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
         """Sizes that may be chosen, ascending."""
-        return tuple(sorted(self.held))
+        return tuple(sorted(self.options[0].held))
+
+    def with_sizes(self, sizes: Collection[int]) -> "ModelNumbers":
+        """The same with fewer micro-batch sizes."""
+        options = (
+            replace(option, held={size: held for size, held in option.held.items() if size in sizes})
+            for option in self.options
+        )
+        return replace(self, options=tuple(options))
 
 
 @dataclass(frozen=True, slots=True)

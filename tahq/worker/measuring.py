@@ -54,6 +54,8 @@ NO_FASTER = 0.95
 MOST_SLOWER = 1.3
 """Samples of a larger micro-batch that take this many times as long are implausible: something else ran."""
 AGAIN = 3
+_COPIED = 1 << 24
+"""Numbers in fp32, 64 MiB, that are copied at a time."""
 
 
 def measure(
@@ -164,7 +166,12 @@ class MeasuringMember:
                 codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
             except CodecError as error:
                 notes.append(str(error))
-        return ComputeMeasured(self._stage, free, [row.model_dump() for row in rows], codecs, notes)
+        is_gpu = self._device.type == "cuda"
+        return ComputeMeasured(
+            *(self._stage, free, [row.model_dump() for row in rows], codecs, notes),
+            host_memory_bytes=free_bytes(torch.device("cpu")) if is_gpu else 0,
+            host_link=copy_bits_per_s(self._device, shares=order.shares_gpu) if is_gpu else 0.0,
+        )
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
         peers = [_peer(row) for row in order.peers]
@@ -391,6 +398,22 @@ class ComputeMeasurement:
         with sharing_copies_of([model]):
             times_s = self._timer.medians_s(lap)
             return (*times_s, *(self._timer.medians_s(input_lap) if model.parts.blocks else (0.0,)))
+
+
+def copy_bits_per_s(gpu: torch.device, *, shares: bool) -> float:
+    """Bits per second of copies between pinned memory and a GPU, each way while both are busy; `shares` as above."""
+    ends = [(torch.empty(_COPIED, device=gpu), torch.empty(_COPIED, pin_memory=True)) for _ in range(2)]
+    streams, timer = [torch.cuda.Stream(gpu) for _ in ends], DeviceTimer(gpu, shares=shares)  # type: ignore[no-untyped-call]
+
+    def lap() -> tuple[float]:
+        start_s = timer.now_s()
+        for (on_gpu, on_host), stream, to_host in zip(ends, streams, (True, False), strict=True):
+            with torch.cuda.stream(stream):
+                target, source = (on_host, on_gpu) if to_host else (on_gpu, on_host)
+                target.copy_(source, non_blocking=True)
+        return (timer.now_s() - start_s,)
+
+    return 8 * 4 * _COPIED / timer.medians_s(lap)[0]
 
 
 def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], device: torch.device) -> tuple[float, float]:

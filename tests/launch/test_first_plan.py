@@ -289,9 +289,12 @@ def check_that_plan_fits(tmp_path_factory, layers, width, batch, stages, share, 
     assert max(needs(found.config, stage) for stage in range(stages)) <= limit * 1.001
 
 
-@pytest.mark.parametrize(("share", "chosen"), [(3.0, "none"), (0.9, "norm"), (0.6, "ffn")])
-def test_blocks_recompute_as_much_as_fits(planned, share, chosen):
-    """With one micro-batch in flight; `share` is of what the largest stage keeps of it without recomputation."""
+@pytest.mark.parametrize(
+    ("share", "chosen"),
+    [(3.0, "none"), (0.9, ["none", "none", "none", "norm"]), (0.6, ["norm", "norm", "norm", "ffn"])],
+)
+def test_each_stage_recomputes_as_much_as_it_must_to_fit(planned, share, chosen):
+    """With one micro-batch in flight; `share` is of what the largest stage, the last, keeps of it without."""
     values = OPEN | {
         "training": {"steps": 1, "global_batch": 8, "micro_batch": 8},
         "data": {**OPEN["data"], "seq_len": 256},
@@ -303,7 +306,8 @@ def test_blocks_recompute_as_much_as_fits(planned, share, chosen):
     limit = max(each.total - (1 - share) * each.activations for each in stages)
     found = planned(values, memory=int(limit / 0.9))
     assert found.config.memory.recompute == chosen
-    assert any(f"recompute {chosen}, since memory" in line for line in found.lines) == (chosen != "none")
+    named = "; ".join(chosen)
+    assert any(f"recompute {named}, by stage, since memory" in line for line in found.lines) == (chosen != "none")
 
 
 def test_blocks_recompute_where_memory_would_keep_a_pipeline_on_long_links_shallow(planned):

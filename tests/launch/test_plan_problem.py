@@ -30,7 +30,7 @@ def loaded(vocab_size: int = 256, **sections):
 
 def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
     plain, kept, made_anew = (
-        model_numbers(*loaded(memory=memory)).block_nbytes
+        model_numbers(*loaded(memory=memory)).options[0].block_nbytes
         for memory in (
             {"activations": "none"},
             {"activations": "coat"},
@@ -42,7 +42,7 @@ def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
 
 def test_replicas_that_share_optimizer_states_have_more_room_for_blocks():
     config, spec = loaded()
-    whole, shared = (model_numbers(config, spec, shares=shares).block_nbytes for shares in (1, 4))
+    whole, shared = (model_numbers(config, spec, shares=shares).options[0].block_nbytes for shares in (1, 4))
     assert whole - shared == 0.75 * 2 * 4 * (MATRICES + 2 * 64)
 
 
@@ -69,7 +69,7 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, m
     problem = problem_of(config, spec, HOSTS, PlanChoices(schedules=(schedule,)))
     stages = StageCosts(ClusterTable(problem), (0, 1), 2)
     layers = np.array([2.0, 2.0])
-    planned = stages.fixed_nbytes(layers) + stages.nbytes_in_flight(layers, np.array([2.0, 2.0]))
+    planned = stages.peak_nbytes(layers, np.array([2.0, 2.0]), np.zeros(2, dtype=int))
     counted = [stage_estimate(config, spec, stage, device="cpu").total for stage in range(2)]
     # The planner's frames have headers, and blocks are taken to be alike. Of two micro-batches of the last stage, the
     # schedule has only one put off while the other is in flight.
@@ -84,6 +84,6 @@ def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named():
     )
     assert usual.schedules == ("1f1b", "gpipe")
     # a block's input, [2, 32, 64] in fp32, is all that checkpointing keeps until a split backward computes it again
-    assert usual.model.held[2].block == 4 * 2 * 32 * 64
-    assert named.model.held[2].block == usual.model.held[2].block
-    assert named.model.held[2].block_put_off > 9 * usual.model.held[2].block
+    assert usual.model.options[0].held[2].block == 4 * 2 * 32 * 64
+    assert named.model.options[0].held[2].block == usual.model.options[0].held[2].block
+    assert named.model.options[0].held[2].block_put_off > 9 * usual.model.options[0].held[2].block

@@ -18,7 +18,7 @@ from tahq.pipeline.schedule.generators import generate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import predict, step_time_s
-from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem
+from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PipelinePlan, PlanProblem
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import Simulations
 from tahq.plan.search.stages import StageCosts, best_divisions
@@ -106,7 +106,8 @@ def test_depths_between_few_and_all_are_tried_though_the_deepest_is_slow():
 
 
 def test_little_memory_keeps_depth_and_layers_down():
-    small = ModelNumbers(6, 8, 8, 8, dict.fromkeys((1, 2, 4, 8), HeldBytes(block=100.0)), block_nbytes=1_000.0)
+    option = MemoryOption(dict.fromkeys((1, 2, 4, 8), HeldBytes(block=100.0)), block_nbytes=1_000.0)
+    small = ModelNumbers(6, 8, 8, 8, (option,))
     # 64 elements per micro-batch are little beside a block of 1,000 bytes and 100 per micro-batch in flight
     hosts = [host("a", 0.001, memory=5_000), host("b", 0.1, memory=20_000)]
     planned = plan(PlanProblem(small, cluster(*hosts, round_trip=0.1)))
@@ -188,8 +189,9 @@ def narrow_problem(activations, **host_numbers) -> PlanProblem:
     hosts = [host("a", 0.0125, up=20e6, down=1e9), host("b", 0.0125, up=1e9, down=1e9)]
     hosts = [each.model_copy(update=host_numbers) for each in hosts]
     paths = [PathNumbers(source=a, target=b, rate=rate) for a, b, rate in (("a", "b", 20e6), ("b", "a", 1e9))]
-    wide, choices = ModelNumbers(4, 768, 256, 64, {1: HeldBytes()}), {"schedules": ("1f1b",), "num_stages": 2}
-    return PlanProblem(wide, cluster(*hosts, paths=paths), activations=activations, gradients=("wf",), **choices)
+    wide = ModelNumbers(4, 768, 256, 64, (MemoryOption({1: HeldBytes()}),))
+    choices = {"activations": activations, "gradients": ("wf",), "schedules": ("1f1b",), "num_stages": 2}
+    return PlanProblem(wide, cluster(*hosts, paths=paths), **choices)
 
 
 def test_codecs_are_chosen_for_the_depths_that_are_taken():

@@ -3,13 +3,13 @@
 import random
 
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
-from tahq.plan.problem import HeldBytes, ModelNumbers, PlanProblem, divisors
+from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PlanProblem, divisors
 
 
 def model(num_layers=6, global_batch=4, *, held=0.0, block=0.0, **changes) -> ModelNumbers:
     sizes = divisors(global_batch)
     kept = {size: HeldBytes(block=size * held) for size in sizes}
-    return ModelNumbers(num_layers, 64, 64, global_batch, kept, block_nbytes=block, **changes)
+    return ModelNumbers(num_layers, 64, 64, global_batch, (MemoryOption(kept, block),), **changes)
 
 
 def host(name, forward=0.01, backward=None, *, size=1, **numbers) -> HostNumbers:

@@ -2,12 +2,10 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tahq.comm.topology import Grid
 from tahq.config.cluster import ClusterConfig
@@ -16,8 +14,8 @@ from tahq.errors import UserError
 from tahq.plan.cluster_numbers import host_labels
 from tahq.plan.explanation import Bottleneck, WhatIf, bottleneck, second_best, shares, what_ifs
 from tahq.plan.planner import Planned, plan
-from tahq.plan.prediction import Prediction, chunk_layers, predict
-from tahq.plan.problem import PipelinePlan, PlanProblem, named
+from tahq.plan.prediction import Prediction, chunk_layers, memory_options, predict
+from tahq.plan.problem import MemoryOption, PipelinePlan, PlanProblem, named
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.simulator import draw_grid
@@ -131,6 +129,11 @@ def planned_config(
     grid = Grid(plan.num_stages, len(hosts) // plan.num_stages, plan.chunks_per_stage)
     values = config.model_dump(mode="json")
     values["training"]["micro_batch"] = plan.micro_batch
+    options = [_leanest(each, plan.micro_batch) for each in zip(*_options(table, plan, hosts), strict=True)]
+    for key in ("recompute", "offload"):
+        by_stage = [getattr(each, key) for each in options]
+        if getattr(config.memory, key) == "auto":
+            values["memory"][key] = by_stage if len(set(by_stage)) > 1 else by_stage[0]
     values["pipeline"] |= {
         "stages": plan.num_stages,
         "replicas": grid.replicas,
@@ -144,10 +147,21 @@ def planned_config(
     notes = _put_codecs(values, table.problem, plan)
     _put_hosts(config, values, table.problem, hosts)
     if values["model"]["sleep"] is not None:  # stages sleep for the compute times of the plan
-        times = StageCosts.of(table, plan).times(np.array(plan.layers, dtype=float))
+        times = StageCosts.of(table, plan).times_of(plan)
         for key, seconds in (("forward", times.forward), ("backward", times.backward)):
             values["model"]["sleep"][key] = [round(float(each), 9) for each in seconds]
     return validated(ClusterConfig, values, Origins("the planned configuration")), notes
+
+
+def _options(table: ClusterTable, plan: PipelinePlan, hosts: Sequence[int]) -> Iterator[tuple[MemoryOption, ...]]:
+    """Of each replica's stages."""
+    for begin in range(0, len(hosts), plan.num_stages):
+        yield memory_options(table, replace(plan, hosts=tuple(hosts[begin : begin + plan.num_stages])))
+
+
+def _leanest(options: Sequence[MemoryOption], micro_batch: int) -> MemoryOption:
+    """What a stage may have on all of its hosts."""
+    return min(options, key=lambda each: each.block_nbytes + each.held[micro_batch].block)
 
 
 def _put_codecs(values: dict[str, Any], problem: PlanProblem, plan: PipelinePlan) -> list[str]:

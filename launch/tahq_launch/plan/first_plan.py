@@ -14,7 +14,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
 from tahq.errors import ConfigError, UserError
-from tahq.memory.config import Recompute
+from tahq.memory.config import Gradients
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
@@ -46,8 +47,8 @@ from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
 from tahq_launch.plan.measure import measured, write_numbers
-from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers, stage_device
-from tahq_launch.plan.problem import PlanChoices, problem_of
+from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
+from tahq_launch.plan.problem import PlanChoices, memory_choices, offloads, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
@@ -69,15 +70,8 @@ _NOT_MEASURED = (
     "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
     "below may change"
 )
-RECOMPUTED: Mapping[str, Mapping[Recompute, float]] = {
-    "cpu": {"none": 0.0, "norm": 0.4, "ffn": 0.8, "block": 1.0},
-    "cuda": {"none": 0.0, "norm": 0.05, "ffn": 0.5, "block": 1.0},
-}
-"""Levels of `memory.recompute` that a plan may choose, and the share of a block's forward that its backward is taken to
-repeat, by type of device. It is not measured at start; with a forward as a third of the time without recomputation it
-was 0.2 to 0.3, 0.6 and 0.6 to 0.7 on two CPU cores, and 0, 0.4 to 0.5 and 0.8 to 0.9 on an H200 (bench_recompute)."""
-CLEARLY = 0.02
-"""Smallest gain for which blocks recompute more than is needed to fit."""
+_OF_MACHINE = ("compute", "memory", "host_memory", "host_link", "codecs")
+"""Figures of a host that are not those of its links."""
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
 """Timed besides those of fewest bits, for all others of the ladders."""
 
@@ -178,7 +172,7 @@ def first_plan(
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
     except NothingFitsError as error:
-        least = _with_memory(config, _memory_choices(given)[-1])
+        least = _leanest(given, config, cluster)
         found_plan = _shallow(least, min(sizes), f"the planner found nothing that fits: {error}")
     else:
         found_plan = replace(_chosen(given, config, spec, planned, origin), compute_s=_compute_s(planned))
@@ -320,7 +314,7 @@ def _bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
 def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
     """The figures with a share of the memory left free, and, on this machine, with the configured links."""
     hosts = [
-        host.model_copy(update={"memory": int(MEMORY_SHARE * host.memory) if host.memory else None})
+        host.model_copy(update={key: _share(getattr(host, key)) for key in ("memory", "host_memory")})
         for host in cluster.hosts
     ]
     if has_paths:
@@ -330,10 +324,14 @@ def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
         alike = [_of_one_machine([host.compute for host in hosts])] * len(hosts)
         hosts = [host.model_copy(update={"compute": compute}) for host, compute in zip(hosts, alike, strict=True)]
     merged = [
-        host.model_copy(update={"compute": own.compute, "memory": own.memory, "codecs": own.codecs})
+        host.model_copy(update={key: getattr(own, key) for key in _OF_MACHINE})
         for host, own in zip(configured.hosts, hosts, strict=True)
     ]
     return configured.model_copy(update={"hosts": merged})
+
+
+def _share(memory: int | None) -> int | None:
+    return int(MEMORY_SHARE * memory) if memory else None
 
 
 def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
@@ -365,7 +363,7 @@ def _problem(
     may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
     return replace(
         problem,
-        model=replace(problem.model, held={size: held for size, held in problem.model.held.items() if size in sizes}),
+        model=problem.model.with_sizes(sizes),
         activations=codecs["activations"],
         gradients=codecs["gradients"],
         num_stages=None if may_leave_out else config.pipeline.stages,
@@ -377,77 +375,45 @@ def _problem(
 def _planned(
     given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
 ) -> tuple[ClusterConfig, Planned]:
-    """The plan, and the configuration with what was open under `memory`.
-
-    Of the first choices that fit; one that recomputes more only if memory binds before it, and if steps are shorter by
-    more than `CLEARLY`.
+    """The plan, and the configuration with the gradients that it is for: in 8 bits only where nothing else fits.
 
     Raises:
         NothingFitsError: none fits.
     """
-    best: tuple[ClusterConfig, Planned] | None = None
-    misfit: NothingFitsError | None = None
-    shares = RECOMPUTED[stage_device(config, 0).type]
-    for choice in _memory_choices(given):
-        if best is not None and (choice["gradients"] != best[0].memory.gradients or not _memory_binds(best[1])):
-            break
-        each = _with_memory(config, choice)
-        own = cluster if given.memory.recompute != "auto" else _recomputing(cluster, shares[each.memory.recompute_of()])
-        try:
-            problem = _problem(given, each, spec, own, may_reorder=may_reorder)
-            found = plan(problem, progress=progress_of("planning"))
-        except NothingFitsError as error:
-            misfit = error
-            continue
-        if best is None or found.tokens_per_s > best[1].tokens_per_s * (1 + CLEARLY):
-            best = each, found
-    if best is None:
-        assert misfit is not None
-        raise misfit
-    return best
+    *others, last = _gradients(given)
+    for each in others:
+        with suppress(NothingFitsError):
+            return _planned_with(given, _with_gradients(config, each), spec, cluster, may_reorder=may_reorder)
+    return _planned_with(given, _with_gradients(config, last), spec, cluster, may_reorder=may_reorder)
 
 
-def _memory_choices(given: ClusterConfig) -> list[dict[str, Any]]:
-    """What may be chosen under `memory`, the first choice first: what keeps all bits before 8-bit gradients."""
-    gradients: list[str] = [given.memory.gradients]
-    if given.memory.gradients == "auto":
-        stays_fp32 = given.training.is_fused or "gradients" in given.memory.all_offload
-        gradients = ["fp32"] if stays_fp32 else ["fp32", "fp8"]
-    levels: list[Any] = [given.memory.recompute]
-    if given.memory.recompute == "auto" and given.model.sleep is not None:
-        levels = ["none"]
-    elif given.memory.recompute == "auto":
-        levels = list(RECOMPUTED["cpu"]) if given.memory.activations == "none" else ["none", "block"]
-    return [{"gradients": each, "recompute": level} for each in gradients for level in levels]
+def _planned_with(
+    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
+) -> tuple[ClusterConfig, Planned]:
+    problem = _problem(given, config, spec, cluster, may_reorder=may_reorder)
+    return config, plan(problem, progress=progress_of("planning"))
 
 
-def _with_memory(config: ClusterConfig, choice: Mapping[str, Any]) -> ClusterConfig:
-    return config.model_copy(update={"memory": config.memory.model_copy(update=dict(choice))})
+def _gradients(given: ClusterConfig) -> tuple[Gradients, ...]:
+    """What may be chosen for `memory.gradients`, the first choice first."""
+    if given.memory.gradients != "auto":
+        return (given.memory.gradients,)
+    stays_fp32 = given.training.is_fused or "gradients" in given.memory.all_offload
+    return ("fp32",) if stays_fp32 else ("fp32", "fp8")
 
 
-def _recomputing(cluster: ClusterNumbers, share: float) -> ClusterNumbers:
-    """Figures of blocks whose backward computes this share of the forward again."""
-
-    def slower(times: LayerTimes) -> LayerTimes:
-        again_s, split_s = share * times.block_forward, times.block_input_gradient
-        changed = {"block_backward": times.block_backward + again_s}
-        changed |= {} if split_s is None else {"block_input_gradient": split_s + again_s}
-        return times.model_copy(update=changed)
-
-    hosts = [host.model_copy(update={"compute": list(map(slower, host.compute))}) for host in cluster.hosts]
-    return cluster.model_copy(update={"hosts": hosts})
-
-
-def _memory_binds(planned: Planned) -> bool:
-    """Whether some stage has no memory for another micro-batch in flight."""
-    best, table = planned.best, planned.table
-    spare = table.memory[list(best.plan.hosts)] - np.array(best.memory_nbytes)
-    one = table.problem.model.held[best.plan.micro_batch].block * np.array(best.plan.layers)
-    return bool((spare < one).any())
+def _with_gradients(config: ClusterConfig, gradients: Gradients) -> ClusterConfig:
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"gradients": gradients})})
 
 
 def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
     return set.intersection(*({times.micro_batch for times in host.compute} for host in hosts))
+
+
+def _leanest(given: ClusterConfig, config: ClusterConfig, cluster: ClusterNumbers) -> ClusterConfig:
+    """The configuration with what takes least memory of a stage, of what is open."""
+    *_, least = memory_choices(config, offloads=offloads(config, cluster))
+    return _with_gradients(least, _gradients(given)[-1] if not least.memory.all_offload else "fp32")
 
 
 def _shallow(config: ClusterConfig, micro_batch: int, why: str) -> FirstPlan:
@@ -483,7 +449,7 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planne
 def _compute_s(planned: Planned) -> tuple[float, ...]:
     """Seconds that each stage computes in a step."""
     best = planned.best.plan
-    times = StageCosts.of(planned.table, best).times(np.array(best.layers, dtype=float))
+    times = StageCosts.of(planned.table, best).times_of(best)
     return tuple(float(each) for each in best.num_micro_batches * (times.forward + times.backward))
 
 

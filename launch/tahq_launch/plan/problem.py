@@ -1,15 +1,18 @@
 """The planner's problem, from a cluster.yaml, numbers of hosts and the options of `tahq plan`."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from itertools import product
+from typing import Any, get_args
 
 from tahq.comm.config import host_shaping
 from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
+from tahq.config.stage_estimate import computes_in_bf16, kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
+from tahq.memory.config import Offload, Recompute
 from tahq.memory.estimate import StepNumbers, fp32_gradient, keeps_copies, on_host, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
@@ -31,13 +34,30 @@ from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.generators import GENERATORS
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
-from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem, divisors
+from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PipelinePlan, PlanProblem, divisors
 from tahq.plan.search.codecs import LADDER
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
 from tahq_launch.plan.numbers import stage_device
 
 _FP32 = 4
+REPEATED: Mapping[str, Mapping[Recompute, float]] = {
+    "cpu": {"none": 0.0, "norm": 0.4, "ffn": 0.8, "block": 1.0},
+    "cuda": {"none": 0.0, "norm": 0.05, "ffn": 0.5, "block": 1.0},
+}
+"""Levels of `memory.recompute` that a plan may choose, and the share of a block's forward that its backward is taken to
+repeat, by type of device. It is not measured at start; with a forward as a third of the time without recomputation it
+was 0.2 to 0.3, 0.6 and 0.6 to 0.7 on two CPU cores, and 0, 0.4 to 0.5 and 0.8 to 0.9 on an H200 (bench_recompute)."""
+OFFLOADED: tuple[tuple[Offload, ...], ...] = (
+    (),
+    ("m", "v"),
+    ("m", "v", "master"),
+    ("m", "v", "weights"),
+    ("m", "v", "master", "weights"),
+    ("m", "v", "master", "weights", "gradients"),
+    ("m", "v", "weights", "gradients"),
+)
+"""What a plan may choose for `memory.offload`; the residual stream, too, where blocks are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +78,9 @@ def problem_of(
     `shares`: replicas of this plan that divide the optimizer states (`ClusterConfig.optimizer_shares`).
     """
     schedules = _schedules(config, choices.schedules)
+    splits, may_offload = "zero-bubble" in schedules, offloads(config, cluster)
     return PlanProblem(
-        model=model_numbers(config, spec, splits_backward="zero-bubble" in schedules, shares=shares),
+        model=model_numbers(config, spec, splits_backward=splits, shares=shares, offloads=may_offload),
         cluster=cluster,
         activations=_codecs(choices.codecs, "activations", config.wire.activations),
         gradients=_codecs(choices.codecs, "gradients", config.wire.gradients),
@@ -89,8 +110,11 @@ def _schedules(config: ClusterConfig, given: tuple[str, ...]) -> tuple[str, ...]
     unknown = [name for name in given if name not in GENERATORS]
     if unknown:
         raise UserError(f"--schedules: unknown schedule {brief(repr(unknown[0]))}; known: {', '.join(GENERATORS)}")
-    may_split = config.memory.recompute_of() in ("none", "swiglu", "norm") and not config.training.is_fused
-    return given or ("1f1b", "gpipe", *(["zero-bubble"] if may_split else []))
+    return given or ("1f1b", "gpipe", *(["zero-bubble"] if _may_split(config) else []))
+
+
+def _may_split(config: ClusterConfig) -> bool:
+    return config.memory.recompute_of() in ("none", "swiglu", "norm") and not config.training.is_fused
 
 
 def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ...]:
@@ -112,37 +136,101 @@ def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ..
 
 
 def model_numbers(
-    config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False, shares: int = 1
+    config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False, shares: int = 1, offloads: bool = False
 ) -> ModelNumbers:
     """The model's sizes in bytes; the largest block stands for all blocks. `shares` as of `problem_of`.
 
     With split backwards micro-batches count with what they hold between the gradients of inputs and of weights.
+    `offloads`: whether `memory.offload` may be chosen.
     """
-    layers, batch = spec.num_layers, config.training.global_batch
+    is_open = config.memory.recompute == "auto"
+    every = [
+        _memory_option(each, spec, is_open=is_open, splits_backward=splits_backward, shares=shares)
+        for each in memory_choices(config, offloads=offloads)
+    ]
+    some = BlockRange(*((1, 2, 3) if spec.num_layers > 2 else (0, 1, 1)))
+    return ModelNumbers(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        seq_len=config.data.seq_len,
+        global_batch=config.training.global_batch,
+        options=tuple(every),
+        num_states=every[0].block_nbytes / _weights_nbytes(spec, some),
+    )
+
+
+def offloads(config: ClusterConfig, cluster: ClusterNumbers) -> bool:
+    """Whether stages are on GPUs whose copies from and to host memory were measured."""
+    return _device(config) == "cuda" and any(host.host_link for host in cluster.hosts)
+
+
+def memory_choices(config: ClusterConfig, *, offloads: bool) -> Iterator[ClusterConfig]:
+    """The configuration with each choice of what is open of `memory.recompute` and `memory.offload`, that which
+    costs no time first; of those that the rest of it allows."""
+    memory = config.memory
+    levels: list[Any] = [memory.recompute]
+    if memory.recompute == "auto":
+        levels = list(REPEATED["cpu"]) if memory.activations == "none" else ["none", "block"]
+        levels = levels if config.model.sleep is None else ["none"]
+    sets: list[Any] = [memory.offload]
+    if memory.offload == "auto":
+        sets = list(OFFLOADED) if offloads else [()]
+    for offload, level in product(sets, levels):
+        of_block = offload and memory.offload == "auto" and level == "block"
+        for which in (offload, ("residual", *offload)) if of_block else (offload,):
+            changed = memory.model_copy(update={"recompute": level, "offload": which})
+            each = config.model_copy(update={"memory": changed})
+            if not which or _is_allowed(each):
+                yield each
+
+
+def _is_allowed(config: ClusterConfig) -> bool:
+    try:
+        ClusterConfig.model_validate(config.model_dump(mode="json"))
+    except ValueError:
+        return False
+    return "master" not in config.memory.offload_of() or computes_in_bf16(config, _device(config))
+
+
+def _memory_option(
+    config: ClusterConfig, spec: ModelSpec, *, is_open: bool, splits_backward: bool, shares: int
+) -> MemoryOption:
+    """`is_open`: the level was chosen, so that times were measured without."""
+    layers, level = spec.num_layers, config.memory.recompute_of()
     first, last = BlockRange(0, 1, layers), BlockRange(layers - 1, layers, layers)
     if layers < 3:
         whole = BlockRange(0, layers, layers)
-        block, ends = _state_nbytes(config, spec, whole, shares) / layers, (0.0, 0.0)
-        weights = _weights_nbytes(spec, whole) / layers
+        block, ends = [nbytes / layers for nbytes in _state_nbytes(config, spec, whole, shares)], [(0.0, 0.0)] * 2
+        middle, count = whole, layers
     else:
-        middle = BlockRange(1, 2, layers)
-        block, weights = _state_nbytes(config, spec, middle, shares), _weights_nbytes(spec, middle)
+        middle, count = BlockRange(1, 2, layers), 1
+        block = [*_state_nbytes(config, spec, middle, shares)]
         gradient = _fp32_gradient(config, spec, middle)
-        first_end, last_end = (
-            _state_nbytes(config, spec, end, shares) - block + _fp32_gradient(config, spec, end) - gradient
-            for end in (first, last)
-        )
-        ends = first_end, last_end
-    return ModelNumbers(
-        num_layers=layers,
-        hidden_size=spec.hidden_size,
-        seq_len=config.data.seq_len,
-        global_batch=batch,
-        held={size: _held(config, spec, size, splits_backward=splits_backward) for size in divisors(batch)},
-        block_nbytes=block,
-        first_nbytes=ends[0],
-        last_nbytes=ends[1],
-        num_states=block / weights,
+        ends = []
+        for end in (first, last):
+            own, own_host = _state_nbytes(config, spec, end, shares)
+            ends.append((own - block[0] + _fp32_gradient(config, spec, end) - gradient, own_host - block[1]))
+    shape = micro_batch_shape(config, spec, 1, device=_device(config))
+    host = on_host(spec, middle, _offload_numbers(config, shape))
+    may_split = _may_split(config) or not is_open
+    batch = config.training.global_batch
+    return MemoryOption(
+        held={
+            size: _held(config, spec, size, splits_backward=splits_backward and may_split) for size in divisors(batch)
+        },
+        block_nbytes=block[0],
+        first_nbytes=ends[0][0],
+        last_nbytes=ends[1][0],
+        host_block_nbytes=block[1],
+        host_first_nbytes=ends[0][1],
+        host_last_nbytes=ends[1][1],
+        fetched=(host.copies if shape.reads_copies else host.values) / count,
+        exchanged=host.gradients / count,
+        updated=(host.moments + host.values + max(host.copies, 2 * host.gradients)) / count,
+        repeated=REPEATED[_device(config)][level] if is_open else 0.0,
+        splits=may_split,
+        recompute=level,
+        offload=tuple(name for name in get_args(Offload) if name in config.memory.offload_of()),
     )
 
 
@@ -150,8 +238,8 @@ def _device(config: ClusterConfig) -> str:
     return stage_device(config, 0).type
 
 
-def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, shares: int) -> float:
-    """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
+def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, shares: int) -> tuple[float, float]:
+    """Bytes of weights, their copies and FP8 codes, gradients and optimizer states, on device and host."""
     device = _device(config)
     shape = micro_batch_shape(config, spec, 1, device=device)
     if shape.recompute == "block" and not keeps_copies(config.memory.offload_of()):
@@ -165,7 +253,7 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, sh
         gradients=config.memory.gradients,
     )
     memory = stage_memory(spec, blocks, numbers)
-    return memory.weights + memory.gradients + memory.optimizer / shares
+    return memory.weights + memory.gradients + memory.optimizer / shares, float(memory.host_total)
 
 
 def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbers:
@@ -230,6 +318,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         tensor=tensor,
         workspace=workspace(logits + matrix * head),
         again=workspace(again + matrix * largest),
+        streamed=host.stream,
     )
 
 

@@ -326,9 +326,12 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         _keep_division(values, old, given)
     if given.memory.gradients == "auto":
         values["memory"]["gradients"] = old.get("memory", {}).get("gradients", "auto")
-    kept_level = with_recompute(old).get("memory", {}).get("recompute", "auto")
-    if given.memory.recompute == "auto" and not isinstance(kept_level, list):
-        values["memory"]["recompute"] = kept_level
+    num_stages = values["pipeline"]["stages"]
+    for key in ("recompute", "offload"):
+        kept = with_recompute(old).get("memory", {}).get(key, "auto")
+        by_stage = isinstance(kept, list) and (key == "recompute" or any(isinstance(each, list) for each in kept))
+        if getattr(given.memory, key) == "auto" and not (by_stage and len(kept) != num_stages):
+            values["memory"][key] = kept
     if given.memory.loss_chunks is None:
         values["memory"]["loss_chunks"] = old.get("memory", {}).get("loss_chunks", 1)
     if given.memory.agoq.bits == "auto" and values["pipeline"]["stages"] == old.get("pipeline", {}).get("stages"):

@@ -435,6 +435,10 @@ class ComputeMeasured:
     times: list[dict[str, int | float | None]]
     codecs: dict[str, list[float]]
     notes: list[str] = field(default_factory=list)
+    host_memory_bytes: int = 0
+    """Free in my machine's memory, if my device is a GPU; 0: it is not, or unknown."""
+    host_link: float = 0.0
+    """Bits per second of copies between pinned memory and my GPU, each way while both are busy; 0: no GPU."""
 
 
 @dataclass(frozen=True, slots=True)

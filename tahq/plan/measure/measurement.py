@@ -186,6 +186,8 @@ class Measured:
             raise RemoteProtocolError(f"{name} sent malformed times: {_first_line(error)}") from None
         if not times or figures.memory_bytes < 0:
             raise RemoteProtocolError(f"{name} sent no times of its compute")
+        if figures.host_memory_bytes < 0 or not 0 <= figures.host_link < math.inf:
+            raise RemoteProtocolError(f"{name} sent malformed figures of its host's memory")
         self._computes[figures.stage] = figures, times
         self._devices[figures.stage] = self.computers[figures.stage], device
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
@@ -228,17 +230,23 @@ class Measured:
     def numbers(self, imitated: Imitated, source: str) -> ClusterNumbers:
         """All that is known, rounded to four digits; `imitated` caps the rates and adds to the round trips."""
         sharing = Counter(self._devices.values())
-        hosts = [self._host(stage, sharing[self._devices[stage]], imitated) for stage in sorted(self._computes)]
+        of_machine = Counter(machine for machine, _ in self._devices.values())
+        hosts = [
+            self._host(stage, sharing[self._devices[stage]], of_machine[self._devices[stage][0]], imitated)
+            for stage in sorted(self._computes)
+        ]
         known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
         return ClusterNumbers(hosts=hosts, paths=[self._path(ends, imitated) for ends in known], source=source)
 
-    def _host(self, stage: int, num_sharing: int, imitated: Imitated) -> HostNumbers:
+    def _host(self, stage: int, num_sharing: int, num_there: int, imitated: Imitated) -> HostNumbers:
+        """`num_sharing`: stages on its device; `num_there`: on its machine."""
         figures, times = self._computes[stage]
-        memory = figures.memory_bytes // num_sharing
         up, down = (self._access_rate(stage, end) for end in (0, 1))
         return HostNumbers(
             name=self.names[stage],
-            memory=memory // 1_000_000 * 1_000_000 if memory else None,
+            memory=_in_megabytes(figures.memory_bytes // num_sharing),
+            host_memory=_in_megabytes(figures.host_memory_bytes // num_there),
+            host_link=_rounded(figures.host_link) or None,
             up=_slower(up, imitated.rate_bits_per_s),
             down=_slower(down, imitated.rate_bits_per_s),
             compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in times],
@@ -282,6 +290,10 @@ def chosen_connections(rates: Mapping[int, float]) -> int:
         if rates[count] > WORTHWHILE_GAIN * rates[chosen]:
             chosen = count
     return chosen
+
+
+def _in_megabytes(nbytes: int) -> int | None:
+    return nbytes // 1_000_000 * 1_000_000 or None
 
 
 def _slower(rate: float | None, limit: float | None) -> float | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tahq.comm.network_model import transmission_s
 from tahq.plan.problem import PipelinePlan
+from tahq.plan.search.needs import kept_by_block
 from tahq.plan.search.stages import StageCosts, best_divisions
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array
@@ -171,11 +172,13 @@ class OrderSearch:
         self._distances: Array = np.maximum(hop_s, hop_s.T)
         """Seconds of a micro-batch's round trip between each two hosts, in the slower order of the two."""
         np.fill_diagonal(self._distances, 0.0)
-        held, measured = self._model.held[micro_batch], times.held_block[index]
-        blocks = np.where(measured > 0, measured, held.block)
-        middle_nbytes = self._model.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * (out + back)
-        self._fits = middle_nbytes <= table.memory[index]
+        self._fits = np.zeros(len(index), dtype=bool)
         """Whether each host has the memory for one block in the middle of a pipeline."""
+        for number, option in enumerate(self._model.options):
+            held = option.held[micro_batch]
+            blocks = kept_by_block(self._model.options, number, micro_batch, times.held_block[index])
+            nbytes = option.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * (out + back)
+            self._fits |= nbytes <= table.memory[index]
         self._tree = _tree_of(self._distances) if len(hosts) > 2 else None
 
     def fastest_alone(self, sizes: Sequence[int]) -> list[Order]:

@@ -176,13 +176,13 @@ class Search:
                     break
 
     def _neighbours(self, plan: PipelinePlan) -> Iterator[PipelinePlan]:
-        stages = StageCosts.of(self._table, plan)
+        stages, split = StageCosts.of(self._table, plan), plan.schedule == "zero-bubble"
         for layers in _moved(plan.layers, least=plan.chunks_per_stage):
-            limits = stages.depth_limits(np.array(layers, dtype=float))
+            limits = stages.depth_limits(np.array(layers, dtype=float), split=split)
             if limits[-1] >= 1 and (plan.depths or plan.schedule != "gpipe" or limits[-1] >= plan.num_micro_batches):
                 depths = tuple(int(min(pair)) for pair in zip(plan.depths, limits, strict=True)) if plan.depths else ()
                 yield replace(plan, layers=layers, depths=depths)
-        limits = stages.depth_limits(np.array(plan.layers, dtype=float))
+        limits = stages.depth_limits(np.array(plan.layers, dtype=float), split=split)
         for depths in deepened(plan.depths):
             if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
                 yield replace(plan, depths=depths)

@@ -13,29 +13,24 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tahq.comm.network_model import transmission_s
-from tahq.plan.problem import PipelinePlan
+from tahq.plan.problem import MemoryOption, PipelinePlan
+from tahq.plan.search.needs import StageCompute, StageHosts, StageNeeds, whole_quotient
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, step_bound
 
 Depths = tuple[int, ...]
+Numbers = npt.NDArray[np.intp]
+"""Of options."""
 
 MAX_ALL = 2_000
 """Up to this many divisions, all are tried."""
 
 _NUM_LIMITS = 48
-
-
-class StageCompute(NamedTuple):
-    """Seconds of a micro-batch by stage; `input_gradient` is the part of `backward` that the stage before waits for."""
-
-    forward: Array
-    backward: Array
-    input_gradient: Array
 
 
 class StageCosts:
@@ -49,23 +44,15 @@ class StageCosts:
         activations: Sequence[str] | None = None,
         gradients: Sequence[str] | None = None,
     ) -> None:
-        self.table, self._held = table, table.problem.model.held[micro_batch]
+        self.table, model = table, table.problem.model
         self.hosts = np.array(hosts)
         self.micro_batch = micro_batch
-        self.num_micro_batches = table.problem.model.global_batch // micro_batch
+        self.num_micro_batches = model.global_batch // micro_batch
         self.memory: Array = table.memory[self.hosts]
-        self._first, self._last = np.zeros(len(hosts)), np.zeros(len(hosts))
-        self._first[0] = self._last[-1] = 1.0
+        first, last = np.zeros(len(hosts)), np.zeros(len(hosts))
+        first[0] = last[-1] = 1.0
         times = table.times(micro_batch)
         own = {name: getattr(times, name)[self.hosts] for name in times.__slots__}
-        self.block = StageCompute(own["block_forward"], own["block_backward"], own["block_input_gradient"])
-        self.model_ends = StageCompute(
-            self._first * own["first_forward"] + self._last * own["last_forward"],
-            self._first * own["first_backward"] + self._last * own["last_backward"],
-            # no stage waits for the gradient of an embedding's input; of the head's two products one is the input's
-            self._last * own["last_backward"] / 2,
-        )
-        self._held_block = np.where(own["held_block"] > 0, own["held_block"], self._held.block)
         self.ends = self.hosts[:-1], self.hosts[1:]
         """Hosts before and after each cut."""
         self.latency = table.latency_s[self.ends]
@@ -74,22 +61,94 @@ class StageCosts:
         fewest_bits = [[codec] * (len(hosts) - 1) for codec in table.problem.fewest_bits]
         self.outward = self._direction(0, activations or fewest_bits[0], self.ends)
         self.inward = self._direction(1, gradients or fewest_bits[1], self.ends[::-1])
-        self._frame_nbytes = np.zeros(len(hosts))
-        self._frame_nbytes[:-1] += self.nbytes.sum(axis=1)
-        self._frame_nbytes[1:] += self.nbytes.sum(axis=1)
+        frame_nbytes = np.zeros(len(hosts))
+        frame_nbytes[:-1] += self.nbytes.sum(axis=1)
+        frame_nbytes[1:] += self.nbytes.sum(axis=1)
+        self._stage_hosts = StageHosts(
+            micro_batch=micro_batch,
+            num_micro_batches=self.num_micro_batches,
+            first=first,
+            last=last,
+            block=StageCompute(own["block_forward"], own["block_backward"], own["block_input_gradient"]),
+            ends=StageCompute(
+                first * own["first_forward"] + last * own["last_forward"],
+                first * own["first_backward"] + last * own["last_backward"],
+                # no stage waits for the gradient of an embedding's input; of the head's two products one is the input's
+                last * own["last_backward"] / 2,
+            ),
+            held_block=own["held_block"],
+            frame_nbytes=frame_nbytes,
+            memory=self.memory,
+            host_memory=table.host_memory[self.hosts],
+            link=table.host_link[self.hosts],
+        )
+        self.needs = self._needs(model.options)
+        """By option; only the first if no stage can need another."""
+
+    def _needs(self, options: Sequence[MemoryOption]) -> list[StageNeeds]:
+        first = StageNeeds(options, 0, self._stage_hosts)
+        whole = np.full(len(self.hosts), float(self.table.problem.model.num_layers))
+        if first.fits(whole, np.full(len(self.hosts), float(self.num_micro_batches))).all():
+            return [first]
+        return [first, *(StageNeeds(options, number, self._stage_hosts) for number in range(1, len(options)))]
 
     @classmethod
     def of(cls, table: ClusterTable, plan: PipelinePlan) -> "StageCosts":
         """The costs of a plan's stages."""
         return cls(table, plan.hosts, plan.micro_batch, plan.activations, plan.gradients)
 
-    def times(self, layers: Array) -> StageCompute:
-        """Seconds by stage."""
-        return StageCompute(*(layers * block + end for block, end in zip(self.block, self.model_ends, strict=True)))
+    @property
+    def block_s(self) -> Array:
+        """Seconds of a block, forward and backward, without recomputation, by stage."""
+        block = self._stage_hosts.block
+        return np.maximum(block.forward + block.backward, 1e-12)
 
-    def step_seconds(self, layers: Array, depths: Array | None, *, split: bool) -> StepSeconds:
-        """The input of `tahq.plan.simulate.bound`; `split`: whether backwards are."""
-        times = self.times(layers)
+    @property
+    def ends_s(self) -> Array:
+        """Seconds of the model's ends, forward and backward, by stage."""
+        ends = self._stage_hosts.ends
+        return ends.forward + ends.backward
+
+    def options_of(self, plan: PipelinePlan) -> Numbers:
+        """The number of each stage's option in a plan, [P]; the first where none fits."""
+        most = float(plan.num_micro_batches)
+        depths = np.array(plan.depths, dtype=float) / plan.chunks_per_stage if plan.depths else most
+        in_flight = np.minimum(most, np.broadcast_to(depths, len(self.hosts)))
+        return self._chosen(np.array(plan.layers, dtype=float), in_flight, split=plan.schedule == "zero-bubble")
+
+    def _chosen(self, layers: Array, in_flight: Array, *, split: bool) -> Numbers:
+        """The fastest option that fits."""
+        seconds = []
+        for needs in self.needs:
+            times = needs.times(layers)
+            step_s = self.num_micro_batches * (times.forward + times.backward) + needs.update_s(layers)
+            is_usable = needs.option.splits or not split
+            seconds.append(np.where(needs.fits(layers, in_flight) & is_usable, step_s, math.inf))
+        chosen: Numbers = np.argmin(seconds, axis=0)
+        return chosen
+
+    def times(self, layers: Array, options: Numbers | None = None) -> StageCompute:
+        """Seconds by stage under these options; None: the least of those with room for a micro-batch."""
+        rows = [needs.times(layers) for needs in self.needs]
+        if len(rows) == 1:
+            return rows[0]
+        if options is not None:
+            return StageCompute(*(_picked(column, options) for column in zip(*rows, strict=True)))
+        ones = np.ones_like(layers)
+        fits = [needs.fits(layers, ones) for needs in self.needs]
+        has_any = np.any(fits, axis=0)
+        least = (np.min(np.where(fits, column, math.inf), axis=0) for column in zip(*rows, strict=True))
+        return StageCompute(*(np.where(has_any, each, first) for each, first in zip(least, rows[0], strict=True)))
+
+    def times_of(self, plan: PipelinePlan) -> StageCompute:
+        """Seconds by stage of a plan."""
+        return self.times(np.array(plan.layers, dtype=float), self.options_of(plan))
+
+    def step_seconds(
+        self, layers: Array, depths: Array | None, *, split: bool, options: Numbers | None = None
+    ) -> StepSeconds:
+        """The input of `tahq.plan.simulate.bound`; `split`: whether backwards are; `options` as of `times`."""
+        times = self.times(layers, options)
         return StepSeconds(
             forward=times.forward,
             backward=times.backward,
@@ -101,42 +160,26 @@ class StageCosts:
             depths=depths,
         )
 
-    def fixed_nbytes(self, layers: Array) -> Array:
-        """Weights, gradients and optimizer, and what exists once."""
-        model, held = self.table.problem.model, self._held
-        ends = self._first * model.first_nbytes + self._last * model.last_nbytes
-        once = np.where(self._last > 0, max(held.workspace, held.again), held.again)
-        # a gradient received, a gradient to send
-        cuts = (1 - self._first) + (1 - self._last)
-        nbytes: Array = layers * model.block_nbytes + ends + cuts * held.tensor + once
-        return nbytes
+    def update_s(self, layers: Array, options: Numbers) -> float:
+        """Seconds of the slowest stage's copies of an update."""
+        return float(_picked([needs.update_s(layers) for needs in self.needs], options).max())
 
-    def nbytes_in_flight(self, layers: Array, in_flight: Array) -> Array:
-        """What so many micro-batches keep, of which zero-bubble puts off the last gradients of a few."""
-        held, put_off = self._in_flight_nbytes(layers)
-        nbytes: Array = in_flight * held + np.minimum(in_flight, self._most_put_off) * put_off
-        return nbytes
+    def peak_nbytes(self, layers: Array, in_flight: Array, options: Numbers) -> Array:
+        """On the device, by stage."""
+        rows = [each.fixed_nbytes(layers) + each.nbytes_in_flight(layers, in_flight) for each in self.needs]
+        return _picked(rows, options)
 
-    def _in_flight_nbytes(self, layers: Array) -> tuple[Array, Array]:
-        """Of a micro-batch in flight, and what it keeps beyond that once only gradients of weights are missing."""
-        held = self._held
-        ends = self._first * held.first + self._last * held.last + (1 - self._last) * held.tensor
-        put_off = layers * held.block_put_off + self._last * held.last_put_off
-        return layers * self._held_block + ends + held.stage + self._frame_nbytes, put_off
+    def least_nbytes(self, layers: Array, in_flight: Array) -> Array:
+        """On the device under the option that takes least, by stage."""
+        rows = [each.fixed_nbytes(layers) + each.nbytes_in_flight(layers, in_flight) for each in self.needs]
+        least: Array = np.min(rows, axis=0)
+        return least
 
-    @property
-    def _most_put_off(self) -> Array:
-        """By stage, as `pipeline.schedule.generators` makes zero-bubble's rows."""
-        return np.arange(1.0, len(self.hosts) + 1)
-
-    def depth_limits(self, layers: Array) -> Array:
+    def depth_limits(self, layers: Array, *, split: bool = False) -> Array:
         """Most micro-batches in flight that fit each stage's memory, never more than upstream; below 1: none fits."""
-        free, (held, put_off), most = (
-            self.memory - self.fixed_nbytes(layers), self._in_flight_nbytes(layers), self._most_put_off
-        )  # fmt: skip
-        few = whole_quotient(free, held + put_off)
-        fit = np.where(few <= most, few, whole_quotient(free - most * put_off, held))
-        limits: Array = np.minimum.accumulate(np.clip(fit, 0, self.num_micro_batches), axis=-1)
+        usable = [needs for needs in self.needs if needs.option.splits or not split]
+        most = np.max([needs.depths(layers) for needs in usable], axis=0) if usable else np.zeros_like(layers)
+        limits: Array = np.minimum.accumulate(most, axis=-1)
         return limits
 
     def _direction(self, number: int, codecs: Sequence[str], ends: tuple[Array, Array]) -> DirectionSeconds:
@@ -156,22 +199,20 @@ class StageCosts:
         )
 
 
-def whole_quotient(room: Array, each: Array) -> Array:
-    """How many times `each` fits into `room`; what needs nothing fits infinitely often, unless the room is negative."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        quotient: Array = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, 0.0))
-    return quotient
-
-
 def plan_bound_s(table: ClusterTable, plan: PipelinePlan) -> float:
     """The bound of a plan's step in seconds; 0.0 under an interleaved schedule."""
     if plan.chunks_per_stage > 1:
         return 0.0
     depths = np.array(plan.depths, dtype=float) if plan.depths else None
-    seconds = StageCosts.of(table, plan).step_seconds(
-        np.array(plan.layers, dtype=float), depths, split=plan.schedule == "zero-bubble"
-    )
-    return float(step_bound(seconds))
+    stages, layers = StageCosts.of(table, plan), np.array(plan.layers, dtype=float)
+    split, options = plan.schedule == "zero-bubble", stages.options_of(plan)
+    return float(step_bound(stages.step_seconds(layers, depths, split=split, options=options)))
+
+
+def _picked(rows: Sequence[Array], options: Numbers) -> Array:
+    """Of rows by option, [O, ..., P], the one that each stage has."""
+    picked: Array = np.take_along_axis(np.array(rows), options[None], axis=0)[0]
+    return picked
 
 
 _LAST = np.array([0.5, 0.75, 0.875, 1.0])
@@ -188,7 +229,7 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
     each other.
     """
     blocks = np.array(layers, dtype=float)
-    limits = stages.depth_limits(blocks)
+    limits = stages.depth_limits(blocks, split=schedule == "zero-bubble")
     if limits[-1] < 1:
         return ()
     if schedule == "gpipe":
@@ -253,8 +294,7 @@ def all_divisions(num_layers: int, num_stages: int) -> Array:
 
 def _filled(stages: StageCosts, num_layers: int) -> Array:
     """A division for each limit of compute time and each depth that memory may have to hold."""
-    each = np.maximum(stages.block.forward + stages.block.backward, 1e-12)
-    ends = stages.model_ends.forward + stages.model_ends.backward
+    each, ends = stages.block_s, stages.ends_s
     rooms = np.unique([_most_layers(stages, depths, num_layers) for depths in _wanted_depths(stages)], axis=0)
     found = [np.zeros((0, len(each)))]
     for room in rooms:
@@ -283,11 +323,15 @@ def _wanted_depths(stages: StageCosts) -> list[Array]:
 
 def _most_layers(stages: StageCosts, depths: Array, num_layers: int) -> Array:
     """Blocks that fit each stage's memory at these depths."""
-    base, with_one = (
-        stages.fixed_nbytes(layers) + stages.nbytes_in_flight(layers, depths)
-        for layers in (np.zeros(len(depths)), np.ones(len(depths)))
-    )
-    return np.clip(whole_quotient(stages.memory - base, with_one - base), 0, num_layers - len(depths) + 1)
+    rooms = []
+    for needs in stages.needs:
+        base, with_one = (
+            needs.fixed_nbytes(layers) + needs.nbytes_in_flight(layers, depths)
+            for layers in (np.zeros(len(depths)), np.ones(len(depths)))
+        )
+        rooms.append(whole_quotient(stages.memory - base, with_one - base))
+    most: Array = np.clip(np.max(rooms, axis=0), 0, num_layers - len(depths) + 1)
+    return most
 
 
 def _limits(each: Array, ends: Array, room: Array, num_layers: int) -> Array:

@@ -45,6 +45,9 @@ class ClusterTable:
         self.up = np.array([math.inf if host.up is None else host.up for host in hosts])
         self.down = np.array([math.inf if host.down is None else host.down for host in hosts])
         self.memory = np.array([math.inf if host.memory is None else float(host.memory) for host in hosts])
+        self.host_memory = np.array([math.inf if each.host_memory is None else each.host_memory for each in hosts])
+        self.host_link = np.array([0.0 if each.host_link is None else each.host_link for each in hosts])
+        """0: not measured."""
         self.path_rate, self.latency_s = _pairs(problem.cluster)
         self._times: dict[int, HostTimes] = {}
         self._codecs = [{_in_full(spec): times for spec, times in host.codecs.items()} for host in hosts]

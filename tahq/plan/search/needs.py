@@ -1,0 +1,155 @@
+"""Bytes and seconds of stages under one choice of `memory.recompute` and `memory.offload`.
+
+Layers are of shape [P], or [N, P] for many divisions; results have the same shape. Copies between host and device run
+beside the computing, each direction by itself, at the host's measured rate: a pass takes as long as the longest of the
+three, and an update as its copies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tahq.comm.network_model import transmission_s
+from tahq.plan.problem import MemoryOption
+from tahq.plan.simulate.bound import Array
+
+Flags = npt.NDArray[np.bool_]
+
+
+class StageCompute(NamedTuple):
+    """Seconds of a micro-batch by stage; `input_gradient` is the part of `backward` that the stage before waits for."""
+
+    forward: Array
+    backward: Array
+    input_gradient: Array
+
+
+@dataclass(frozen=True, slots=True)
+class StageHosts:
+    """What is the same under every option, by stage.
+
+    Attributes:
+        first, last: 1 on the stage with this end of the model, else 0.
+        block, ends: seconds of a block, and of what a stage has of the ends, without recomputation.
+        held_block: bytes that a block was measured to keep of a micro-batch under the first option; 0: not measured.
+        frame_nbytes: of a micro-batch on all cuts.
+        link: bits per second of copies between host and device; 0: not measured.
+    """
+
+    micro_batch: int
+    num_micro_batches: int
+    first: Array
+    last: Array
+    block: StageCompute
+    ends: StageCompute
+    held_block: Array
+    frame_nbytes: Array
+    memory: Array
+    host_memory: Array
+    link: Array
+
+
+class StageNeeds:
+    """The needs of stages under one of some options; the only one is used even where copies were not measured."""
+
+    def __init__(self, options: Sequence[MemoryOption], number: int, hosts: StageHosts) -> None:
+        option, is_only = options[number], len(options) == 1
+        self.option, self._hosts, self._held = option, hosts, option.held[hosts.micro_batch]
+        self._held_block = kept_by_block(options, number, hosts.micro_batch, hosts.held_block)
+        self._memory = np.where((hosts.link > 0) | (not option.offload) | is_only, hosts.memory, -1.0)
+        link = np.where(hosts.link > 0, hosts.link, np.inf)
+        again = option.repeated * hosts.block.forward
+        self._block = StageCompute(
+            hosts.block.forward, hosts.block.backward + again, hosts.block.input_gradient + again
+        )
+        arriving, leaving = option.fetched + self._held.streamed + option.exchanged, option.exchanged
+        self._forward_copy_s = transmission_s(max(option.fetched, self._held.streamed), link)
+        self._backward_copy_s = transmission_s(max(arriving, leaving), link)
+        self._update_s = transmission_s(option.updated, link)
+        self._ends_update_s = transmission_s(
+            hosts.first * option.host_first_nbytes + hosts.last * option.host_last_nbytes, link
+        )
+
+    def times(self, layers: Array) -> StageCompute:
+        """Seconds by stage."""
+        forward, backward, input_gradient = (
+            layers * block + end for block, end in zip(self._block, self._hosts.ends, strict=True)
+        )
+        waits = np.maximum(0.0, layers * self._backward_copy_s - backward)
+        return StageCompute(
+            np.maximum(forward, layers * self._forward_copy_s), backward + waits, input_gradient + waits
+        )
+
+    def update_s(self, layers: Array) -> Array:
+        """Seconds of the copies of an update."""
+        seconds: Array = layers * self._update_s + self._ends_update_s
+        return seconds
+
+    def fixed_nbytes(self, layers: Array) -> Array:
+        """Weights, gradients and optimizer, and what exists once."""
+        option, hosts, held = self.option, self._hosts, self._held
+        ends = hosts.first * option.first_nbytes + hosts.last * option.last_nbytes
+        once = np.where(hosts.last > 0, max(held.workspace, held.again), held.again)
+        # a gradient received, a gradient to send
+        cuts = (1 - hosts.first) + (1 - hosts.last)
+        nbytes: Array = layers * option.block_nbytes + ends + cuts * held.tensor + once
+        return nbytes
+
+    def nbytes_in_flight(self, layers: Array, in_flight: Array) -> Array:
+        """What so many micro-batches keep, of which zero-bubble puts off the last gradients of a few."""
+        held, put_off = self._in_flight_nbytes(layers)
+        nbytes: Array = in_flight * held + np.minimum(in_flight, self._most_put_off) * put_off
+        return nbytes
+
+    def host_nbytes(self, layers: Array, in_flight: Array) -> Array:
+        """In host memory."""
+        option, hosts = self.option, self._hosts
+        ends = hosts.first * option.host_first_nbytes + hosts.last * option.host_last_nbytes
+        nbytes: Array = layers * (option.host_block_nbytes + in_flight * self._held.streamed) + ends
+        return nbytes
+
+    def fits(self, layers: Array, in_flight: Array) -> Flags:
+        """Whether stages have the memory for so many micro-batches in flight."""
+        nbytes = self.fixed_nbytes(layers) + self.nbytes_in_flight(layers, in_flight)
+        return (nbytes <= self._memory) & (self.host_nbytes(layers, in_flight) <= self._hosts.host_memory)
+
+    def depths(self, layers: Array) -> Array:
+        """Most micro-batches in flight that fit each stage by itself, 0 to all."""
+        free, (held, put_off), most = (
+            self._memory - self.fixed_nbytes(layers), self._in_flight_nbytes(layers), self._most_put_off
+        )  # fmt: skip
+        few = whole_quotient(free, held + put_off)
+        fit = np.where(few <= most, few, whole_quotient(free - most * put_off, held))
+        on_host = self._hosts.host_memory - self.host_nbytes(layers, np.zeros_like(layers))
+        fit = np.minimum(fit, whole_quotient(on_host, layers * self._held.streamed))
+        limits: Array = np.clip(fit, 0, self._hosts.num_micro_batches)
+        return limits
+
+    def _in_flight_nbytes(self, layers: Array) -> tuple[Array, Array]:
+        """Of a micro-batch in flight, and what it keeps beyond that once only gradients of weights are missing."""
+        hosts, held = self._hosts, self._held
+        ends = hosts.first * held.first + hosts.last * held.last + (1 - hosts.last) * held.tensor
+        put_off = layers * held.block_put_off + hosts.last * held.last_put_off
+        return layers * self._held_block + ends + held.stage + hosts.frame_nbytes, put_off
+
+    @property
+    def _most_put_off(self) -> Array:
+        """By stage, as `pipeline.schedule.generators` makes zero-bubble's rows."""
+        return np.arange(1.0, len(self._hosts.memory) + 1)
+
+
+def kept_by_block(options: Sequence[MemoryOption], number: int, micro_batch: int, measured: Array) -> Array:
+    """Bytes that a block keeps by host; what was measured is of the first option, others are proportional to it."""
+    first, own = (options[each].held[micro_batch].block for each in (0, number))
+    kept: Array = np.where(measured > 0, measured * (own / first if first else 1.0), own)
+    return kept
+
+
+def whole_quotient(room: Array, each: Array) -> Array:
+    """How many times `each` fits into `room`; what needs nothing fits infinitely often, unless the room is negative."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotient: Array = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, 0.0))
+    return quotient
