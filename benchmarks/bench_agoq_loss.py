@@ -23,27 +23,28 @@ def plan(options: argparse.Namespace) -> Iterator[Run]:
             yield Run(f"{options.model[0]}/{name}", NONE, NONE, seed, options.steps)
 
 
-def tables(options: argparse.Namespace) -> Iterator[Table | str]:
+def tables(options: argparse.Namespace, method: str = METHOD) -> Iterator[Table | str]:
     results = run_all(plan(options), options)
     losses, model = Losses(results), options.model[0]
     held_out = {(each.run.model, each.run.seed): each.held_out for each in results}
     settings = {name: (f"{model}/{name}", NONE, NONE) for name in options.methods}
+    base = settings[options.methods[0]]
 
     def rows() -> Iterator[list[object]]:
         for name, setting in settings.items():
-            gap = losses.difference(setting, settings["bf16"])
+            gap = losses.difference(setting, base)
             kept = [held_out[setting[0], seed] for seed in range(options.seeds)]
-            last = Difference.of([value - held_out[settings["bf16"][0], seed] for seed, value in enumerate(kept)])
+            last = Difference.of([value - held_out[base[0], seed] for seed, value in enumerate(kept)])
             yield [
                 name, f"{sum(losses.losses(setting)) / options.seeds:.4f}", f"{gap.mean:+.4f}", f"{gap.half_width:.4f}",
                 f"{sum(kept) / options.seeds:.4f}", f"{last.mean:+.4f}", f"{last.half_width:.4f}", gap.count,
             ]  # fmt: skip
 
     columns = ("method", "loss", "gap", "±", "held out", "gap", "±", "seeds")
-    yield Table(columns, rows(), f"{options.steps} steps, {METHOD}")
+    yield Table(columns, rows(), f"{options.steps} steps, {method}")
 
     def draw(panels: list[object]) -> None:
-        losses.draw_gaps(panels[0], settings, f"{model}, against bf16", settings["bf16"])
+        losses.draw_gaps(panels[0], settings, f"{model}, against {options.methods[0]}", base)
 
     yield from picture(options.output, 1, 1, draw)
 

@@ -36,16 +36,16 @@ from typing import Any
 import torch
 import yaml
 from harness import Table, launch, main, need_gpu, say
+from option_training import only_stage, train_step
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import computes_in_bf16, stage_estimate, with_memory_choices
-from tahq.coordinator.steps import clip_factor, global_norm
+from tahq.config.stage_estimate import stage_estimate, with_memory_choices
 from tahq.data.batches import StepBatch
+from tahq.memory.offload.host_part import copy_for_products, filled_weight
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
 from tahq.models.families import head_dim
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
-from tahq.pipeline.stage import Stage, StagePlan
 from tahq.worker.assembly import chunk_module, resolved_spec, use_repeatable_kernels
 
 PEAK = {"bf16": 989.4e12, "fp8": 1978.9e12}
@@ -71,6 +71,8 @@ SIZES = {
     "1.5b": Size(1536, 8960, 28, 12, 2, 16),
     "3b": Size(2048, 11008, 36, 16, 2, 8),
     "7b": Size(3584, 18944, 28, 28, 4, 8, vocab=152_064),
+    "14b": Size(5120, 13824, 48, 40, 8, 8, vocab=152_064),
+    "32b-stage": Size(5120, 27648, 16, 40, 8, 4, vocab=152_064),  # a quarter of its blocks, with both ends
     "small": Size(64, 176, 2, 4, 2, 2, vocab=320),
 }
 ADAMW_BF16 = {"training.optimizer": "adamw_bf16"}
@@ -168,31 +170,10 @@ def tahq_step(work: Work, config: ClusterConfig, device: torch.device) -> Step:
     module = chunk_module(config, spec, 0, device=device, random=RandomContext(0), weights=False)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
-    plan = StagePlan(
-        stage=0,
-        run=1,
-        seed=0,
-        seq_len=work.seq_len,
-        total_steps=WARM_STEPS + work.steps,
-        training=config.training,
-        pipeline=config.pipeline,
-        wire=config.wire,
-        tie=False,
-        gradients=config.memory.gradients,
-    )
-    bf16 = computes_in_bf16(config, device.type)
-    stage = Stage(plan, {0: module}, RandomBatches(work), {}, device=device, bf16=bf16)  # type: ignore[arg-type]
-
-    def step(number: int) -> float:
-        result = stage.engine.run_step(number)
-        assert result.loss_sum is not None
-        norm = global_norm(stage.update.squared_norms())
-        stage.update.apply(number, clip_factor(norm, config.training.clip_norm))
-        stage.stopwatch.take()
-        return result.loss_sum / work.tokens
-
-    return step
+            drawn = torch.empty(parameter.shape, device=device)
+            filled_weight(parameter).copy_(drawn.fill_(1.0) if parameter.ndim == 1 else drawn.normal_(0.0, 0.02))
+    copy_for_products(module.parameters())
+    return partial(train_step, only_stage(config, module, RandomBatches(work), device))  # type: ignore[arg-type]
 
 
 def plain_step(work: Work, device: torch.device, *, recomputes: bool) -> Step:

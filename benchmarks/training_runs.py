@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining, Transfer, Wire
 from harness import append_row, read_rows, rows_path, say
+from option_training import OPTIONS, OptionTraining
 from scipy.stats import t as student_t
 from stored_training import StoredTraining
 
@@ -169,13 +170,17 @@ def _work(device: str, data: DataConfig, backend: str, todo: Any, done: Any) -> 
             return
         if training is None or run.model != model:
             model, training = run.model, None  # free the old model's memory first
-            made = StoredTraining if "/" in model else CutTraining
-            training = made(model, data, torch.device(device))
+            training = _training_of(model)(model, data, torch.device(device))
         wire = Wire(*(transfer(name, backend) for name in (run.activations, run.gradients)))
         losses = training.run(wire, seed=run.seed, steps=run.steps)
         blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
         curve = [round(statistics.fmean(block), 4) for block in blocks]
         done.put(Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve, training.held_out_loss()))
+
+
+def _training_of(model: str) -> type[CutTraining] | type[OptionTraining]:
+    method = model.partition("/")[2]
+    return OptionTraining if method in OPTIONS else StoredTraining if method else CutTraining
 
 
 @dataclass(frozen=True, slots=True)

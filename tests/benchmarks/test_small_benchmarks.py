@@ -6,16 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_largest_model
 import bench_models
 import bench_optimizer_step
+import option_training
 import pytest
 import torch
 from bench_runtime import MICRO_BATCHES, measure_actions
 from coat_norms import norm_variants
+from cut_training import Wire
 from layer_parts import Layer, Size, make_layer, saved_by_operator
 from optimizer_rows import entries, llama_shapes, make_parameters, state_nbytes
 from trace_overhead import overheads
 
+from tahq.data.config import DataConfig
 from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
 from tahq.observe.trace_file import FIRST_STAGE_PID
 
@@ -113,6 +117,28 @@ def test_benchmark_of_models_measures_every_variant(tmp_path):
     rates = {cells[1]: cells[4] for cells in rows if cells[1:] and cells[1] in bench_models.VARIANTS}
     assert rates.keys() == set(bench_models.VARIANTS)
     assert all(float(rate.replace(",", "")) > 0 for rate in rates.values())
+
+
+def test_benchmark_of_losses_trains_with_every_option(monkeypatch):
+    monkeypatch.setattr(option_training, "BATCH", 2)
+    monkeypatch.setattr(option_training, "HELD_OUT_BATCHES", 1)
+    data = DataConfig(text="stdlib", seq_len=32)
+    losses = {}
+    for option in option_training.OPTIONS:
+        training = option_training.OptionTraining(f"tiny-llama/{option}", data, CPU)
+        losses[option] = [*training.run(Wire(), seed=0, steps=4), training.held_out_loss()]
+    base = losses.pop("bf16 products")
+    assert base[0] == pytest.approx(math.log(256), abs=0.2)
+    for option, found in losses.items():
+        assert found == pytest.approx(base, abs=0.05), option
+        assert found != base, option
+
+
+def test_benchmark_of_the_largest_model_needs_more_without_each_option():
+    estimates = {removed: bench_largest_model.estimate(removed, 1, 16) for removed in bench_largest_model.REMOVED}
+    (num_parameters, card, _), *others = estimates.values()
+    assert num_parameters == 16 * (4 * 2048**2 + 3 * 2048 * 5632 + 2 * 2048) + 2048 + 2 * 2048 * 152_064
+    assert all(other[0] == num_parameters and other[1] > card for other in others)
 
 
 @pytest.mark.acceptance
