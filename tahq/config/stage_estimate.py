@@ -105,7 +105,7 @@ def memory_lines(config: ClusterConfig, given: ClusterConfig | None = None) -> I
     if memory.activations == "agoq" and (before is None or before.agoq != memory.agoq):
         bits = " ".join(str(memory.agoq.bits_of(stage)) for stage in range(config.pipeline.stages))
         yield f"  stored activations in {bits} bits, by stage (memory.agoq.bits)"
-    if before is not None and before.recompute == "auto" and memory.recompute_of() != "none":
+    if before is not None and before.recompute == "auto" and memory.recompute not in ("auto", "none"):
         yield f"  recompute {_by_stage(memory.recompute)}, since memory is what limits this run (memory.recompute)"
     if before is not None and before.offload == "auto" and memory.all_offload:
         listed = [", ".join(each) or "nothing" for each in memory.offload if isinstance(each, tuple)]
