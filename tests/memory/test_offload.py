@@ -308,6 +308,7 @@ def test_memory_of_a_gpu_falls_and_does_not_grow(which, bytes_per_weight, monkey
         trained = Trained(spec, each, bf16=True, device="cuda", num_blocks=12)
         by_step = []
         for step in (STEPS, STEPS + 1):
+            trained.outputs.clear()
             torch.cuda.reset_peak_memory_stats()
             trained.step(step)
             by_step.append(torch.cuda.max_memory_allocated())

@@ -126,11 +126,14 @@ def with_gradients(holders: Iterable[Holder]) -> Iterator[list[Holder]]:
     What a holder has in host memory is lent to its part. Holders with nothing stored elsewhere are all in one part.
     """
     parts: list[list[Holder]] = [[]]
+    room = DECODED_AT_A_TIME
     for holder in holders:
-        room = DECODED_AT_A_TIME - sum(each.numel() for each in parts[-1] if _arrives(each))
-        if parts[-1] and _arrives(holder) and holder.numel() > room:
+        arriving = holder.numel() if _arrives(holder) else 0
+        if parts[-1] and arriving > room:
             parts.append([])
+            room = DECODED_AT_A_TIME
         parts[-1].append(holder)
+        room -= arriving
     later = [[each.grad for each in part] for part in parts]
     for part in parts:
         for holder in part:

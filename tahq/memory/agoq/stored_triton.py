@@ -15,11 +15,11 @@ from torch import nn
 from tahq.memory.agoq import stored_kernels as kernels
 from tahq.memory.coat.fp8_codes import keep_maxima
 from tahq.memory.small_floats.block_codes import BLOCK, FORMATS, BlockCodes, has_fp8_units
-from tahq.quant.gpu.launch import on_device_of
+from tahq.quant.gpu.launch import launch
 
 _BLOCKS = 8  # Blocks per program of an activation: 1024 numbers of each tensor
-_BACKWARD_PROGRAMS = 256
-"""Rows of partial sums of a norm's parameters' gradients; fixed, so that every device adds in the same order."""
+_BACKWARD_ELEMENTS = 1 << 20
+"""Partial sums of a norm's parameters' gradients; fixed, so that every device adds in the same order."""
 _FORWARD_PER_WARP, _BACKWARD_PER_WARP = 1024, 256
 """Channels of a norm per warp; the fastest of 256, 512 and 1024 on an H100 at 4,096 channels, by hand."""
 _EXACT = {"enable_fp_fusion": False}
@@ -44,11 +44,11 @@ def accumulated(gradient: torch.Tensor, past: BlockCodes | None) -> BlockCodes:
     """E4M3 codes with fp32 scales of a gradient added to `past`, in whose place they are written."""
     values = gradient.detach().contiguous()
     coded = past or BlockCodes(_empty(values, 8).codes, torch.empty(-(-values.numel() // BLOCK), device=values.device))
-    with on_device_of(values):
-        kernels.accumulate_kernel[(_num_runs(values.numel()),)](
-            values, *coded, *coded, values.numel(), HAS_PAST=past is not None, NATIVE=_is_native(values, 8),
-            **_runs(values.numel()), **_EXACT,
-        )  # fmt: skip
+    launch(
+        kernels.accumulate_kernel, _num_runs(values.numel()),
+        values, *coded, *coded, values.numel(), HAS_PAST=past is not None, NATIVE=_is_native(values, 8),
+        **_runs(values.numel()), **_EXACT,
+    )  # fmt: skip
     return coded
 
 
@@ -91,7 +91,7 @@ class StoredNorm:
         """Of the input and the parameters, at the decoded input."""
         channels, device = self._like.shape[-1], gradient.device
         of_input = torch.empty(self._like.shape, dtype=self._like.dtype, device=device)
-        num_programs = min(self._tokens, _BACKWARD_PROGRAMS)
+        num_programs = min(self._tokens, max(256, _BACKWARD_ELEMENTS // _power_of_two(channels)))
         parts = [torch.empty(num_programs, channels, device=device) for _ in self.parameters]
         self._launch(
             kernels.norm_backward_kernel, num_programs,
@@ -113,13 +113,12 @@ class StoredNorm:
     ) -> None:
         channels = self._like.shape[-1]
         block = _power_of_two(-(-channels // BLOCK))
-        with on_device_of(arguments[0]):
-            kernel[(programs,)](
-                *arguments, channels, self._epsilon,
-                CENTRED=self._is_centred, HAS_BIAS=self._bias is not None, BITS=self._bits or 0,
-                NATIVE=_is_native(arguments[0], self._bits), K=block,
-                num_warps=min(16, max(1, block * BLOCK // per_warp)), **options,
-            )  # fmt: skip
+        launch(
+            kernel, programs, *arguments, channels, self._epsilon,
+            CENTRED=self._is_centred, HAS_BIAS=self._bias is not None, BITS=self._bits or 0,
+            NATIVE=_is_native(arguments[0], self._bits), K=block,
+            num_warps=min(16, max(1, block * BLOCK // per_warp)), **options,
+        )  # fmt: skip
 
 
 class StoredActivation:
@@ -171,10 +170,8 @@ class StoredActivation:
 
 
 def _launch_blocks(kernel: Any, numel: int, bits: int | None, *arguments: torch.Tensor, **options: Any) -> None:
-    with on_device_of(arguments[0]):
-        kernel[(_num_runs(numel),)](
-            *arguments, numel, BITS=bits or 0, NATIVE=_is_native(arguments[0], bits), **_runs(numel), **options
-        )
+    keys = {"BITS": bits or 0, "NATIVE": _is_native(arguments[0], bits), **_runs(numel), **options}
+    launch(kernel, _num_runs(numel), *arguments, numel, **keys)
 
 
 def _num_runs(numel: int) -> int:

@@ -27,7 +27,7 @@ from tahq.memory.coat.fp8_codes import (
     TensorCodes,
 )
 from tahq.memory.small_floats.block_codes import has_fp8_units
-from tahq.quant.gpu.launch import on_device_of
+from tahq.quant.gpu.launch import launch
 
 _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 16384
@@ -44,7 +44,7 @@ def group_maxima(x: torch.Tensor) -> torch.Tensor:
     """int32 bits, of the maxima of runs of groups."""
     flat = x.detach().contiguous()
     maxima = _maxima(x, -(-x.numel() // _MAXIMA_BLOCK))
-    _launch(kernels.maxima_kernel, len(maxima), flat, maxima, x.numel(), BLOCK=_MAXIMA_BLOCK, num_warps=8)
+    launch(kernels.maxima_kernel, len(maxima), flat, maxima, x.numel(), BLOCK=_MAXIMA_BLOCK, num_warps=8)
     return maxima
 
 
@@ -53,7 +53,7 @@ def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
     scale = torch.empty(1, dtype=torch.float32, device=maxima.device)
     bits = maxima if maxima.dtype == torch.int32 else maxima.view(torch.int32)
     numbers = {"RECIPROCAL": 1 / LARGEST[fp8], "BLOCK": _SCALE_BLOCK}
-    _launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=32)
+    launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=32)
     return scale
 
 
@@ -70,7 +70,7 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
     total = x if added is None else torch.empty_like(x)
     coded, rstd = _group_codes(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
     maxima, groups = _maxima(x, tokens), coded.scales.shape[1]
-    _launch(
+    launch(
         kernels.norm_forward_kernel, tokens,
         x, x if added is None else added, weight, total, *_bits(coded), rstd, maxima, channels, groups, epsilon,
         ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == _power_of_two(groups) * GROUP,
@@ -101,7 +101,7 @@ def norm_backward(
     num_programs = min(tokens, _BACKWARD_PROGRAMS)
     parts = torch.empty(num_programs, channels, dtype=torch.float32, device=weight.device)
     three = (*gradients, *[gradients[0]] * (3 - len(gradients)))
-    _launch(
+    launch(
         kernels.norm_backward_kernel, num_programs,
         *three, *_bits(codes), rstd, weight, residual_gradient, of_input, parts, tokens, channels, groups,
         NUM=len(gradients), NATIVE=has_fp8_units(weight.device), **_row(groups),
@@ -164,17 +164,12 @@ def rotated(
     batch, positions, heads, channels = values.shape
     result, half = torch.empty_like(values, dtype=dtype), channels // 2
     blocks = {"H": _power_of_two(heads), "D": _power_of_two(half)}
-    _launch(
+    launch(
         kernels.rotary_kernel, batch * positions,
         values, cosine.contiguous(), sine.contiguous(), result, positions, heads, half,
         SIGN=-1 if transposed else 1, **blocks, num_warps=4,
     )  # fmt: skip
     return result
-
-
-def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    with on_device_of(arguments[0]):
-        kernel[(programs,)](*arguments, **options)
 
 
 def _tiled(
@@ -194,7 +189,7 @@ def _tiled(
     columns = None if layouts == "rows" else torch.empty(channels, tokens, dtype=fp8, device=device)
     written = [each.view(torch.uint8) for each in (rows, columns) if each is not None]
     programs = -(-tokens // _TILE["M"]) * -(-channels // _TILE["N"])
-    _launch(
+    launch(
         kernel, programs, *inputs, written[0], written[-1], tokens, channels, *numbers,
         ROWS=rows is not None, COLUMNS=columns is not None, NATIVE=has_fp8_units(device),
         **_TILE, **options, **_EXACT, num_warps=8,
@@ -205,7 +200,7 @@ def _tiled(
 def _launch_runs(kernel: Any, like: GroupCodes, *arguments: torch.Tensor, **options: Any) -> None:
     """Launch over all groups of tensors like this one, a run of groups per program."""
     channels, groups = like.codes.shape[1], like.scales.shape[1]
-    _launch(
+    launch(
         kernel, _num_runs(like), *arguments, like.scales.numel(), channels, groups,
         EVEN=channels % GROUP == 0, NATIVE=has_fp8_units(like.codes.device), G=_GROUPS_BLOCK, num_warps=4, **options,
     )  # fmt: skip

@@ -55,6 +55,30 @@ class Launch:
             self._compiled[of] = _launcher(compiled, self.grid, of[0], tuple(self.constants[name] for name in names))
 
 
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel on tensors of one device, then integers, then floats, on the caller's stream.
+
+    As by `Launch`, which is kept for the same integers, constants and types; unaligned tensors take Triton's own way.
+    """
+    # a model's forward may run in a mode that hears of every use of a tensor
+    with torch._C.DisableTorchFunction():
+        tensors = tuple(each for each in arguments if isinstance(each, torch.Tensor))
+        numbers = tuple(each for each in arguments if isinstance(each, int))
+        last = arguments[len(tensors) + len(numbers) :]
+        with on_device_of(tensors[0]):
+            if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+                kernel[(programs,)](*arguments, **constants)
+                return
+            key = (kernel, programs, numbers, *constants.items(), *(tensor.dtype for tensor in tensors))
+            known = _launches.get(key)
+            if known is None:
+                known = _launches[key] = Launch(kernel, (programs, 1, 1), numbers, constants)
+            known(*tensors, last=last)
+
+
 class BoundLaunches:
     """Launches on tensors whose addresses are read once, except that of number `moving`.
 
