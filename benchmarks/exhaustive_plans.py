@@ -1,12 +1,14 @@
 """All plans of a small problem, one by one: the reference for the planner's choice.
 
 Every order of every subset of the hosts, every division, every micro-batch size, every schedule and every profile of
-in-flight depths that memory allows. One codec per direction; no interleaved schedules.
+in-flight depths that memory allows. One codec per direction; no interleaved schedules. Of what may be chosen under
+`memory` each stage takes the fastest that fits, or every one that fits is tried.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from tahq.plan.prediction import step_time_s
@@ -26,12 +28,13 @@ class Choice(NamedTuple):
     schedule: str
 
 
-def best_of_all(problem: PlanProblem, *, prune: bool = True) -> tuple[PipelinePlan, float, int]:
+def best_of_all(problem: PlanProblem, *, prune: bool = True, options: bool = False) -> tuple[PipelinePlan, float, int]:
     """The fastest plan of all, its seconds, and how many were simulated.
 
     Args:
         problem: a small one, for which a plan exists.
         prune: leave out plans whose bound is above the best so far, which cannot change the outcome.
+        options: try all memory options of each stage, except those that take longer than another in every respect.
     """
     table = ClusterTable(problem)
     found: list[PipelinePlan] = []
@@ -39,7 +42,7 @@ def best_of_all(problem: PlanProblem, *, prune: bool = True) -> tuple[PipelinePl
     for choice in sorted(_choices(table), key=lambda choice: choice.bound_s):
         if prune and choice.bound_s >= best_s:
             break
-        for plan in _plans(table, choice):
+        for plan in _with_options(choice, _plans(table, choice)) if options else _plans(table, choice):
             if prune and plan_bound_s(table, plan) >= best_s:
                 continue
             simulated += 1
@@ -64,6 +67,12 @@ def _choices(table: ClusterTable) -> Iterator[Choice]:
                 bounds_s = step_bound(stages.step_seconds(every, limits, split=schedule == "zero-bubble"))
                 for layers, bound_s in zip(every, bounds_s, strict=True):
                     yield Choice(float(bound_s), stages, layers, schedule)
+
+
+def _with_options(choice: Choice, plans: Iterable[PipelinePlan]) -> Iterator[PipelinePlan]:
+    for plan in plans:
+        for options in itertools.product(*choice.stages.usable_options(plan)):
+            yield replace(plan, options=options)
 
 
 def _plans(table: ClusterTable, choice: Choice) -> Iterator[PipelinePlan]:

@@ -315,7 +315,8 @@ def _why_nothing_fits(table: ClusterTable) -> str:
     total = min(each.block_nbytes * model.num_layers + each.first_nbytes + each.last_nbytes for each in model.options)
     return (
         f"no choice of hosts{_in_stages(problem)} has the memory for the model: weights, gradients and optimizer take "
-        f"{format_size(total)}, all {table.num_hosts} hosts together have {format_size(float(table.memory.sum()))}"
+        f"{format_size(total)}, a stage of one block {format_size(need)} or more; all {table.num_hosts} hosts together "
+        f"have {format_size(float(table.memory.sum()))}"
     )
 
 

@@ -169,6 +169,7 @@ class PipelinePlan:
         activations, gradients: codec of each cut, forward and backward.
         chunks_per_stage: more than one only under an interleaved schedule.
         first: which of the frames that wait for an uplink goes first.
+        options: number of each stage's memory option; empty: the fastest that fit.
     """
 
     hosts: tuple[int, ...]
@@ -181,6 +182,7 @@ class PipelinePlan:
     gradients: tuple[str, ...] = ()
     chunks_per_stage: int = 1
     first: First = "oldest"
+    options: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:

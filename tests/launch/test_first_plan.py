@@ -13,6 +13,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import dump_yaml, load_config
 from tahq.config.stage_estimate import stage_estimate
 from tahq.coordinator.observer import StageRecord, StageSplit, StepRecord
+from tahq.errors import UserError
+from tahq.memory import estimate
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.first_plan import cache_path, first_plan, open_micro_batches
@@ -36,7 +38,7 @@ def planner_in(folder, monkeypatch):
     """planned(config, speeds, memory): the first plan with measurements of so many seconds per block and sample."""
     monkeypatch.setenv("TAHQ_CACHE", str(folder))
 
-    def find(values, speeds=(0.01,) * 4, memory=None, rates=None):
+    def find(values, speeds=(0.01,) * 4, memory=None, rates=None, **host):
         path = folder / "cluster.yaml"
         path.write_text(yaml.safe_dump(values))
         read = load_config(path)
@@ -46,6 +48,7 @@ def planner_in(folder, monkeypatch):
             HostNumbers(
                 name=name,
                 memory=memory,
+                **host,
                 compute=[LayerTimes(micro_batch=n, block_forward=n * s, block_backward=2 * n * s) for n in sizes],
             )
             for name, s in zip(names, speeds, strict=False)
@@ -308,6 +311,60 @@ def test_each_stage_recomputes_as_much_as_it_must_to_fit(planned, share, chosen)
     assert found.config.memory.recompute == chosen
     named = "; ".join(chosen)
     assert any(f"recompute {named}, by stage, since memory" in line for line in found.lines) == (chosen != "none")
+
+
+ON_GPUS = {
+    **OPEN,
+    "run": {**OPEN["run"], "device": "cuda"},
+    "model": {**OPEN["model"], "hidden_size": 256},
+    "training": {"steps": 1, "global_batch": 4, "micro_batch": 1},
+}
+
+
+@pytest.mark.parametrize("has_link", [True, False], ids=["measured", "not measured"])
+def test_gpus_offload_what_they_have_no_room_for(planned, has_link, monkeypatch):
+    monkeypatch.setattr(estimate, "DECODED_AT_A_TIME", 1)  # of a model with parts that are smaller than a stage
+    config = resolve_for_run(load_config_of(ON_GPUS | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
+    least = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "block"})})
+    limit = 0.75 * max(
+        stage_estimate(least, resolved_spec(least, None), stage, device="cuda").total for stage in range(4)
+    )
+    keys = {"memory": int(limit / 0.9), "host_memory": 10**10, "host_link": 1e11 if has_link else None}
+    if not has_link:
+        with pytest.raises(UserError, match="fits"):
+            planned(ON_GPUS, **keys)
+        return
+    found = planned(ON_GPUS, **keys)
+    offloads = [found.config.memory.offload_of(stage) for stage in range(4)]
+    assert any({"m", "v"} <= each for each in offloads)
+    assert any("in host memory: " in line for line in found.lines)
+    spec = resolved_spec(found.config, None)
+    for stage in range(4):
+        memory = stage_estimate(found.config, spec, stage, device="cuda")
+        assert memory.total <= 1.001 * limit
+        assert (memory.host_total > 0) == bool(offloads[stage])
+
+
+def test_model_that_fits_nowhere_is_refused_with_a_change_that_makes_it_fit(planned):
+    values = ON_GPUS | {"run": OPEN["run"], "memory": {"recompute": "block"}}
+    config = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
+    config = config.model_copy(update={"memory": config.memory.model_copy(update={"gradients": "fp8"})})
+    most = max(needs(config, stage) for stage in range(4))
+    with pytest.raises(
+        UserError, match=r"has the memory.*with training\.optimizer: adamw_bf16, which change.* it fits"
+    ):
+        planned(values, memory=int(0.97 * most))
+    with pytest.raises(UserError, match="use more hosts, or hosts with more memory"):
+        planned(values, memory=int(0.1 * most))
+
+
+def test_all_of_the_memory_is_used_where_nine_tenths_are_too_little(planned):
+    values = ON_GPUS | {"run": OPEN["run"], "memory": {"recompute": "block", "gradients": "fp32"}}
+    config = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 1, "balance": "counted"}}))
+    limit = 1.02 * max(needs(config, stage) for stage in range(4))
+    found = planned(values, memory=int(limit))
+    assert "warning: with 90% of the memory nothing fits" in found.lines[0]
+    assert 0.9 * limit < max(needs(found.config, stage) for stage in range(4)) <= limit
 
 
 def test_blocks_recompute_where_memory_would_keep_a_pipeline_on_long_links_shallow(planned):

@@ -139,7 +139,7 @@ APART = [PathNumbers(source=a, target=b, failure="no route to host") for a, b in
         ),
         (
             ask(pair(memory=1_500_000), 4, 4, block=1e6),
-            r"no choice of hosts .* take 4 MB, all 2 hosts together have 3 MB",
+            r"no choice of hosts .* take 4 MB, a stage of one block .* or more; all 2 hosts together have 3 MB",
         ),
         # 1 MB of weights on each of two hosts leaves room for two of 8 micro-batches, of 200 kB on two blocks each
         (

@@ -14,7 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
@@ -48,7 +49,7 @@ from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
 from tahq_launch.plan.measure import measured, write_numbers
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
-from tahq_launch.plan.problem import PlanChoices, memory_choices, offloads, problem_of
+from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
@@ -70,6 +71,20 @@ _NOT_MEASURED = (
     "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
     "below may change"
 )
+_CHANGES: tuple[Mapping[str, Any], ...] = (
+    {"training.optimizer": "adamw_bf16"},
+    {"training.optimizer": "adamw8bit"},
+    {"memory.activations": "agoq"},
+    {"memory.activations": "agoq", "training.optimizer": "adamw8bit"},
+    {
+        "training.optimizer": "adamw_bf16",
+        "training.adamw_bf16": {"weights": "bf16"},
+        "memory.gradients": "bf16",
+        "memory.residual": "bf16",
+    },
+)
+"""Changes of the arithmetic that save memory, those that change least first; offered where no exact option fits."""
+_MEMORIES = ("memory", "host_memory")
 _OF_MACHINE = ("compute", "memory", "host_memory", "host_link", "codecs")
 """Figures of a host that are not those of its links."""
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
@@ -171,13 +186,13 @@ def first_plan(
     config, cluster = one_replica(config), slowest_replica(config, cluster)
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
-    except NothingFitsError as error:
-        least = _leanest(given, config, cluster)
-        found_plan = _shallow(least, min(sizes), f"the planner found nothing that fits: {error}")
-    else:
-        found_plan = replace(_chosen(given, config, spec, planned, origin), compute_s=_compute_s(planned))
+    except NothingFitsError:
+        config, planned = _tightly_planned(given, config, spec, cluster, may_reorder=may_reorder)
+        origin += f"; warning: with {MEMORY_SHARE:.0%} of the memory nothing fits, this takes more"
+    found_plan = _chosen(given, config, spec, planned, origin)
     return replace(
         found_plan,
+        compute_s=_compute_s(planned),
         config=for_all_replicas(found_plan.config, whole),
         cached=path if given.links.measured is None else None,
         joins_again=joins_again,
@@ -314,7 +329,7 @@ def _bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
 def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
     """The figures with a share of the memory left free, and, on this machine, with the configured links."""
     hosts = [
-        host.model_copy(update={key: _share(getattr(host, key)) for key in ("memory", "host_memory")})
+        host.model_copy(update={key: _share(getattr(host, key), MEMORY_SHARE) for key in _MEMORIES})
         for host in cluster.hosts
     ]
     if has_paths:
@@ -330,8 +345,8 @@ def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
     return configured.model_copy(update={"hosts": merged})
 
 
-def _share(memory: int | None) -> int | None:
-    return int(MEMORY_SHARE * memory) if memory else None
+def _share(memory: int | None, share: float) -> int | None:
+    return int(share * memory) if memory else None
 
 
 def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
@@ -410,21 +425,39 @@ def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
     return set.intersection(*({times.micro_batch for times in host.compute} for host in hosts))
 
 
-def _leanest(given: ClusterConfig, config: ClusterConfig, cluster: ClusterNumbers) -> ClusterConfig:
-    """The configuration with what takes least memory of a stage, of what is open."""
-    *_, least = memory_choices(config, offloads=offloads(config, cluster))
-    return _with_gradients(least, _gradients(given)[-1] if not least.memory.all_offload else "fp32")
+def _tightly_planned(
+    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
+) -> tuple[ClusterConfig, Planned]:
+    """`_planned` with all of the memory; UserError, with the first change that would help, if that is too little."""
+    hosts = [
+        host.model_copy(update={key: _share(getattr(host, key), 1 / MEMORY_SHARE) for key in _MEMORIES})
+        for host in cluster.hosts
+    ]
+    whole = cluster.model_copy(update={"hosts": hosts})
+    try:
+        return _planned(given, config, spec, whole, may_reorder=may_reorder)
+    except NothingFitsError as error:
+        for change in _CHANGES:
+            with suppress(NothingFitsError, ValidationError):
+                changed = _changed(given, change), _changed(config, change)
+                _planned(*changed, spec, cluster, may_reorder=may_reorder)
+                text = ", ".join(f"{key}: {_flow(value)}" for key, value in change.items())
+                raise UserError(f"{error}; with {text}, which change what is computed, it fits") from None
+        raise UserError(f"{error}; use more hosts, or hosts with more memory") from None
 
 
-def _shallow(config: ClusterConfig, micro_batch: int, why: str) -> FirstPlan:
-    """What needs the least memory: nothing is known to fit, but it may."""
-    training = config.training.model_dump(mode="json") | {"micro_batch": micro_batch}
-    pipeline = config.pipeline.model_dump(mode="json")
-    if config.pipeline.schedule == "auto" and config.pipeline.in_flight is None:
-        pipeline["first"] = {"schedule": "1f1b", "in_flight": [1] * config.pipeline.stages}
-    line = f"warning: {why}; beginning with one micro-batch of {micro_batch} in flight"
-    values = config.model_dump(mode="json") | {"pipeline": pipeline, "training": training}
-    return FirstPlan(_validated(values), (line,))
+def _changed(config: ClusterConfig, change: Mapping[str, Any]) -> ClusterConfig:
+    """The configuration with other values of some keys; ValidationError: they do not combine with the rest."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    return ClusterConfig.model_validate(values)
+
+
+def _flow(value: Any) -> str:
+    is_mapping = isinstance(value, Mapping)
+    return f"{{{', '.join(f'{key}: {each}' for key, each in value.items())}}}" if is_mapping else str(value)
 
 
 def _validated(values: dict[str, Any]) -> ClusterConfig:

@@ -298,15 +298,14 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     some = min(1, spec.num_layers - 1)  # a block without the embedding, where there is one
     gradient = _fp32_gradient(config, spec, BlockRange(some, some + 1, spec.num_layers))
     again = max(recomputed_by_block(spec, block, shape) for block in range(spec.num_layers))
-    if copies and not keeps_copies(config.memory.offload_of()):
-        again += copied_by_block(spec, shape)
+    of_one_block = copied_by_block(spec, shape) if copies and not keeps_copies(config.memory.offload_of()) else 0
     # with one end of the model, as first and last stage have
     blocks = BlockRange(0, spec.num_layers, spec.num_layers + (config.pipeline.stages > 1))
     host = on_host(spec, blocks, _offload_numbers(config, shape))
     saved -= host.stream
 
     def workspace(nbytes: int) -> int:
-        return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update)
+        return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update) + of_one_block
 
     return HeldBytes(
         block=saved,

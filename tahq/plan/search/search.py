@@ -181,11 +181,21 @@ class Search:
             limits = stages.depth_limits(np.array(layers, dtype=float), split=split)
             if limits[-1] >= 1 and (plan.depths or plan.schedule != "gpipe" or limits[-1] >= plan.num_micro_batches):
                 depths = tuple(int(min(pair)) for pair in zip(plan.depths, limits, strict=True)) if plan.depths else ()
-                yield replace(plan, layers=layers, depths=depths)
+                yield _fitting(stages, replace(plan, layers=layers, depths=depths))
         limits = stages.depth_limits(np.array(plan.layers, dtype=float), split=split)
         for depths in deepened(plan.depths):
             if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
-                yield replace(plan, depths=depths)
+                yield _fitting(stages, replace(plan, depths=depths))
+        now = tuple(map(int, stages.options_of(plan)))
+        for stage, usable in enumerate(stages.usable_options(plan) if len(stages.needs) > 1 else ()):
+            for number in usable:
+                if number != now[stage]:
+                    yield replace(plan, options=(*now[:stage], number, *now[stage + 1 :]))
+
+
+def _fitting(stages: StageCosts, plan: PipelinePlan) -> PipelinePlan:
+    """The plan, with the fastest options instead of those that do not fit it."""
+    return replace(plan, options=()) if plan.options and not stages.fits(plan) else plan
 
 
 def _moved(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:

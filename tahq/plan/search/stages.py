@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tahq.comm.network_model import transmission_s
 from tahq.plan.problem import MemoryOption, PipelinePlan
-from tahq.plan.search.needs import StageCompute, StageHosts, StageNeeds, whole_quotient
+from tahq.plan.search.needs import Flags, StageCompute, StageHosts, StageNeeds, whole_quotient
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, step_bound
 
@@ -95,7 +95,12 @@ class StageCosts:
     @classmethod
     def of(cls, table: ClusterTable, plan: PipelinePlan) -> "StageCosts":
         """The costs of a plan's stages."""
-        return cls(table, plan.hosts, plan.micro_batch, plan.activations, plan.gradients)
+        key = plan.hosts, plan.micro_batch, plan.activations, plan.gradients
+        found = table.costs_of_plans.get(key)
+        if found is None:
+            found = table.costs_of_plans[key] = cls(table, *key)
+        assert isinstance(found, cls)
+        return found
 
     @property
     def block_s(self) -> Array:
@@ -111,21 +116,35 @@ class StageCosts:
 
     def options_of(self, plan: PipelinePlan) -> Numbers:
         """The number of each stage's option in a plan, [P]; the first where none fits."""
+        if plan.options:
+            return np.array(plan.options)
+        layers, seconds = np.array(plan.layers, dtype=float), []
+        for needs, fits in zip(self.needs, self._fits(plan), strict=True):
+            times = needs.times(layers)
+            step_s = self.num_micro_batches * (times.forward + times.backward) + needs.update_s(layers)
+            seconds.append(np.where(fits, step_s, math.inf))
+        chosen: Numbers = np.argmin(seconds, axis=0)
+        return chosen
+
+    def _fits(self, plan: PipelinePlan) -> list[Flags]:
+        """By option, whether it fits each stage of a plan."""
         most = float(plan.num_micro_batches)
         depths = np.array(plan.depths, dtype=float) / plan.chunks_per_stage if plan.depths else most
         in_flight = np.minimum(most, np.broadcast_to(depths, len(self.hosts)))
-        return self._chosen(np.array(plan.layers, dtype=float), in_flight, split=plan.schedule == "zero-bubble")
+        layers, split = np.array(plan.layers, dtype=float), plan.schedule == "zero-bubble"
+        return [needs.fits(layers, in_flight) & (needs.option.splits or not split) for needs in self.needs]
 
-    def _chosen(self, layers: Array, in_flight: Array, *, split: bool) -> Numbers:
-        """The fastest option that fits."""
-        seconds = []
-        for needs in self.needs:
-            times = needs.times(layers)
-            step_s = self.num_micro_batches * (times.forward + times.backward) + needs.update_s(layers)
-            is_usable = needs.option.splits or not split
-            seconds.append(np.where(needs.fits(layers, in_flight) & is_usable, step_s, math.inf))
-        chosen: Numbers = np.argmin(seconds, axis=0)
-        return chosen
+    def fits(self, plan: PipelinePlan) -> bool:
+        """Whether the options that a plan names fit its stages."""
+        every = self._fits(plan)
+        return all(every[number][stage] for stage, number in enumerate(plan.options))
+
+    def usable_options(self, plan: PipelinePlan) -> list[list[int]]:
+        """By stage, numbers of the options that fit, of those that are never faster than another only the first."""
+        layers, rows = np.array(plan.layers, dtype=float), []
+        for needs, fits in zip(self.needs, self._fits(plan), strict=True):
+            rows.append(np.where(fits, np.array([*needs.times(layers), needs.update_s(layers)]), math.inf).T)
+        return [_undominated(column) for column in np.array(rows).transpose(1, 0, 2)]
 
     def times(self, layers: Array, options: Numbers | None = None) -> StageCompute:
         """Seconds by stage under these options; None: the least of those with room for a micro-batch."""
@@ -207,6 +226,15 @@ def plan_bound_s(table: ClusterTable, plan: PipelinePlan) -> float:
     stages, layers = StageCosts.of(table, plan), np.array(plan.layers, dtype=float)
     split, options = plan.schedule == "zero-bubble", stages.options_of(plan)
     return float(step_bound(stages.step_seconds(layers, depths, split=split, options=options)))
+
+
+def _undominated(seconds: Array) -> list[int]:
+    """Rows of [O, N] that are finite and not above another in every column."""
+    kept: list[int] = []
+    for number in np.lexsort(seconds.T[::-1]):
+        if np.isfinite(seconds[number, 0]) and not any((seconds[each] <= seconds[number]).all() for each in kept):
+            kept.append(int(number))
+    return kept
 
 
 def _picked(rows: Sequence[Array], options: Numbers) -> Array:

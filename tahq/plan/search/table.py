@@ -50,6 +50,8 @@ class ClusterTable:
         """0: not measured."""
         self.path_rate, self.latency_s = _pairs(problem.cluster)
         self._times: dict[int, HostTimes] = {}
+        self.costs_of_plans: dict[object, object] = {}
+        """`StageCosts` of the plans that were looked at, by what they depend on."""
         self._codecs = [{_in_full(spec): times for spec, times in host.codecs.items()} for host in hosts]
 
     def times(self, micro_batch: int) -> HostTimes:
