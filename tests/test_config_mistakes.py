@@ -167,6 +167,18 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             "training.precision: fp8 is not for memory.activations: coat, which has FP8 products of its own",
         ),
         (
+            ["memory.shard=[gradients, weights]"],
+            "memory: shard gradients and weights needs optimizer, since only the replica that keeps a parameter's sum",
+        ),
+        (
+            ["memory.shard=[optimizer, weights]", "memory.activations=coat", "model.family=llama"],
+            "memory: shard weights does not combine with activations coat, which keeps FP8 codes of all weights",
+        ),
+        (
+            ["memory.shard=[optimizer, weights]", "training.precision=fp8", "pipeline.replicas=2"],
+            "training.precision: fp8 keeps codes of all weights during a step, so that memory.shard: weights would",
+        ),
+        (
             ["memory.shard=[optimizer]", "memory.offload=[m]", "pipeline.replicas=2"],
             "memory.shard: replicas send each other weights that they keep on the device; memory.offload lists m",
         ),

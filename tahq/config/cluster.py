@@ -15,7 +15,7 @@ from tahq.comm.topology import Grid
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
-from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, with_recompute
+from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, Shard, with_recompute
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
@@ -121,9 +121,14 @@ class ClusterConfig(Section):
             self._check_fewer_replicas()
 
     @property
+    def shards(self) -> frozenset[Shard]:
+        """What replicas divide among themselves (`memory.shard`); empty without replicas."""
+        return frozenset(self.memory.shard if self.pipeline.replicas > 1 else ())
+
+    @property
     def optimizer_shares(self) -> int:
-        """Replicas that divide the optimizer states of a stage (`memory.shard`); 1: each has all of them."""
-        return self.pipeline.replicas if "optimizer" in self.memory.shard else 1
+        """Replicas that divide the optimizer states of a stage; 1: each has all of them."""
+        return self.pipeline.replicas if "optimizer" in self.shards else 1
 
     def _check_fewer_replicas(self) -> None:
         """Whether some replicas can take the share of others."""
@@ -328,6 +333,11 @@ class ClusterConfig(Section):
             raise ValueError(
                 "training.precision: fp8 is not for memory.activations: coat, which has FP8 products of its own; use "
                 "bf16, or memory.activations none or agoq"
+            )
+        if "weights" in self.shards:
+            raise ValueError(
+                "training.precision: fp8 keeps codes of all weights during a step, so that memory.shard: weights would "
+                "save nothing; use bf16, or leave weights out"
             )
 
     def _check_wire(self) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
-from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED, Offload
+from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED, Offload, Shard
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.block_codes import FORMATS
@@ -148,7 +148,7 @@ def _step_numbers(
     return StepNumbers(
         shape=micro_batch_shape(config, spec, training.micro_batch, device=device, stage=stage),
         in_flight=0,
-        optimizer_nbytes=partial(optimizer_nbytes, training, shares=config.optimizer_shares),
+        optimizer_nbytes=partial(optimizer_nbytes, training),
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=kept_code_nbytes(config, device, stage),
         low_rank=low_rank_settings(training, config.run.seed),
@@ -157,6 +157,8 @@ def _step_numbers(
         gradients=config.memory.gradients,
         offload=which,
         moments_nbytes=partial(optimizer_nbytes, training, moments=which),
+        shards=config.shards,
+        replicas=config.optimizer_shares,
     )
 
 
@@ -274,8 +276,9 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str)
         yield f"memory.offload: [{', '.join(which)}]", changed("memory", offload=which)[1]
     if config.memory.gradients != "fp8":
         yield changed("memory", gradients="fp8")
-    if pipeline.replicas > config.optimizer_shares:
-        yield "memory.shard: [optimizer]", changed("memory", shard=("optimizer",))[1]
+    for shard in (("optimizer",), get_args(Shard)):
+        if pipeline.replicas > 1 and not config.shards.issuperset(shard):
+            yield f"memory.shard: [{', '.join(shard)}]", changed("memory", shard=shard)[1]
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
         yield changed("memory", activations="coat")
     if config.memory.activations != "agoq":

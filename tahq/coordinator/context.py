@@ -64,6 +64,8 @@ class CoordinatorOptions:
     """How long replicas wait for one with a lost worker before they go on without it; None: until it is back."""
     shares_updates: bool = False
     """Whether each replica updates a share of the parameters, and reports the norms of their gradients only."""
+    shares_weights: bool = False
+    """Whether replicas lend each other weights, so that all of them take part in evaluations."""
     recorded_replicas: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """A run to repeat: by step, the replicas that computed it, where not all did; none: the step was abandoned."""
     sites: tuple[str, ...] = ()

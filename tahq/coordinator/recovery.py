@@ -210,9 +210,19 @@ def through(run: RunState, seat: Seat) -> int:
     return last if last < run.step - 1 else NO_END
 
 
-def wanted(run: RunState, link: int, receiver: Seat, since: int) -> list[int]:
+def open_evaluation(options: CoordinatorOptions, run: RunState) -> int | None:
+    """The step after which some stage may still be evaluating; None: no stage is.
+
+    Where replicas lend each other weights, a loss that is reported does not say that all others are done; a step that
+    is decided after it does.
+    """
+    return run.step - 1 if run.evaluating is None and options.shares_weights else run.evaluating
+
+
+def wanted(options: CoordinatorOptions, run: RunState, link: int, receiver: Seat, since: int) -> list[int]:
     """The row of RELINK and PLAN about the frames that one end of a link wants from the other."""
-    evaluations_since = run.step if run.evaluating is None else run.evaluating
+    evaluating = open_evaluation(options, run)
+    evaluations_since = run.step if evaluating is None else max(0, evaluating)
     return [link, since, evaluations_since, through(run, receiver)]
 
 
@@ -243,7 +253,7 @@ def relinks(options: CoordinatorOptions, run: RunState, seats: Seats, stages: fr
     for stage in sorted({other for each in stages for _, other in links_of(options, each)} - stages):
         links = [(ends.link, other) for ends, other in links_of(options, stage) if other in stages]
         numbers = {link for link, _ in links}
-        wants = [wanted(run, link, seats[other], seats[other].position) for link, other in links]
+        wants = [wanted(options, run, link, seats[other], seats[other].position) for link, other in links]
         orders[stage] = Relink(run.epoch, [row for row in rows[stage] if row[0] in numbers], wants)
     return orders
 
@@ -262,7 +272,7 @@ def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int,
             rows[seat.stage],
             *data_position(options, run, seat.position),
             live_step=run.step,
-            wanted=[wanted(run, link, other, since(other)) for link, other in links],
+            wanted=[wanted(options, run, link, other, since(other)) for link, other in links],
         )
     return orders
 
@@ -278,9 +288,9 @@ def common_point(run: RunState, seats: Seats) -> RestorePoint:
     return run.base if any(seat.position < run.newest.step for seat in seats) else run.newest
 
 
-def answer_again(run: RunState, seat: Seat, commit: Commit) -> Commit:
-    """A decision as repeated to a stage: it asks only for reports that are still owed."""
-    evaluate = commit.evaluate and commit.step == run.evaluating
+def answer_again(options: CoordinatorOptions, run: RunState, seat: Seat, commit: Commit) -> Commit:
+    """A decision as repeated to a stage: it asks only for what other stages, or reports, still need."""
+    evaluate = commit.evaluate and commit.step == open_evaluation(options, run)
     done = commit.step + 1
     return replace(commit, evaluate=evaluate, snapshot=commit.snapshot and owes_part(run, seat, done))
 

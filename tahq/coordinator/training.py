@@ -292,13 +292,13 @@ class Training:
         seat.position = prepare.step + 1
         run.reported_s = self._ctx.clock()
         self.settle_copies()
-        self._ctx.send(seat, recovery.answer_again(run, seat, decided.commit))
+        self._ctx.send(seat, recovery.answer_again(self._ctx.options, run, seat, decided.commit))
 
     def evaluated(self, seat: Seat, evaluated: Evaluated) -> None:
         """Take the validation loss; raises RemoteProtocolError if it was not asked for."""
         if evaluated.step != self._run.evaluating:
-            if self._is_continued:
-                return  # the previous coordinator received it
+            if self._is_continued or evaluated.step == recovery.open_evaluation(self._ctx.options, self._run):
+                return  # the previous coordinator received it, or a stage evaluated again for other replicas
             asked = self._run.evaluating
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step}; expected {asked}")
         if evaluated.tokens < 1:

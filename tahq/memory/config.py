@@ -19,6 +19,8 @@ Recompute = Literal["none", "swiglu", "norm", "ffn", "qkv", "att", "block"]
 """`memory.recompute`; each includes those before it."""
 Offload = Literal["residual", "m", "v", "master", "weights", "gradients"]
 """What `memory.offload` may list."""
+Shard = Literal["optimizer", "gradients", "weights"]
+"""What `memory.shard` may list."""
 NEEDS_BF16 = (
     "master keeps fp32 weights on the host beside bf16 copies on the device, but products in fp32 read the weights "
     "themselves; offload weights instead, or set training.precision: bf16"
@@ -98,9 +100,10 @@ class MemoryConfig(Section):
     attention_chunks: int = Field(default=1, ge=1)
     """Calls of attention's kernel for a micro-batch, each for some of its samples and heads, forward and backward, so
     that the kernel's workspace is smaller (LLMQ)."""
-    shard: tuple[Literal["optimizer"], ...] = ()
-    """What `pipeline.replicas` divide among themselves instead of each keeping all of it (LLMQ): states of the
-    optimizer. Each replica updates its share of the parameters, and sends the others the new weights."""
+    shard: tuple[Shard, ...] = ()
+    """What `pipeline.replicas` divide among themselves instead of each keeping all of it (LLMQ). Each replica has the
+    states of the `optimizer` for a share of the parameters, updates these, and sends the others the new weights. Of
+    blocks' matrices it alone keeps the sums of `gradients`, and the `weights`, which it lends the others."""
     coat: CoatConfig = CoatConfig()
     agoq: AgoqConfig = AgoqConfig()
 
@@ -112,6 +115,16 @@ class MemoryConfig(Section):
             raise ValueError(
                 f"recompute {refused} does not combine with activations {self.activations}, which recomputes "
                 "norms and the MLP's activation from what it stores; use recompute none or block"
+            )
+        if self.shard and "optimizer" not in self.shard:
+            raise ValueError(
+                f"shard {' and '.join(self.shard)} needs optimizer, since only the replica that keeps a parameter's "
+                f"sum or values can update it; use shard [optimizer, {', '.join(self.shard)}]"
+            )
+        if "weights" in self.shard and self.activations == "coat":
+            raise ValueError(
+                "shard weights does not combine with activations coat, which keeps FP8 codes of all weights during a "
+                "step; leave weights out, or use another kind of activations"
             )
         offload = self.all_offload
         if "residual" in offload and self.activations != "none" and set(levels) != {"block"}:

@@ -5,13 +5,13 @@ fragmentation are not counted.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
 from tahq.memory.agoq.stored_gradients import DECODED_AT_A_TIME, stored_gradient_nbytes
-from tahq.memory.config import Gradients, Offload
+from tahq.memory.config import Gradients, Offload, Shard
 from tahq.memory.galore.low_rank_weight import LowRankSettings
-from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
+from tahq.memory.galore.qgalore import Covered, LowRankBytes, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
     MicroBatchShape,
     copied_by_block,
@@ -21,6 +21,7 @@ from tahq.memory.saved_tensors import (
     recomputed_by_block,
     saved_by_slice,
 )
+from tahq.memory.shares import Shape, is_block_matrix, shares_of
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
@@ -52,6 +53,8 @@ class StepNumbers:
     gradients: Gradients = "fp32"
     offload: Collection[Offload] = ()  # `memory.offload`
     moments_nbytes: Callable[[Iterable[tuple[int, ...]]], int] = lambda shapes: 0  # Of `optimizer_nbytes`, offloaded
+    shards: Collection[Shard] = ()  # `memory.shard`
+    replicas: int = 1  # that divide these
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,9 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, or 2 per element of matrices in bf16, and their
       optimizer states; `low_rank_bytes` for low-rank weights; of gradients only the largest where the update is fused,
-      1.03·N where they are stored in 8 bits; counted as weights, the FP8 codes and autocast's copies of matrices. With
-      checkpointing copies are not shared: those of one block, and one of the head per micro-batch in flight (one in all
-      with split backwards);
+      1.03·N where they are stored in 8 bits; where replicas divide them, those of the replica with most; counted as
+      weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies are not shared: those of one
+      block, and one of the head per micro-batch in flight (one in all with split backwards);
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
       more;
     - boundary: outputs kept for their backward, n · r·T·C (not the last stage), with r bytes per element of the
@@ -119,15 +122,14 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a
       block and its gradient, and with the logits the head's; `fp32_gradient`; what is lent of the host's memory,
-      `OnHost.lent_to_blocks`, or if an update needs more, `OnHost.lent_to_update`.
+      `OnHost.lent_to_blocks`, or if an update needs more, `OnHost.lent_to_update`; the largest gradient on its way to
+      the replica that keeps the sum, and what replicas lend.
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
     low_rank = {name: low_rank_bytes(each.shape, each.settings) for name, each in covered.items()}
     numels = {name: math.prod(shape) for name, shape in ordinary.items()}
     numels |= {name: each.gradient // _FP32 for name, each in low_rank.items()}
-    weights = [
-        (numbers.shape.weight_nbytes if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in ordinary.values()
-    ]
+    weights, gradients, optimizer = max(_by_replica(spec, ordinary, [*low_rank.values()], numbers), key=sum)
     saved = saved_by_slice(spec, blocks, numbers.shape)
     deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
@@ -135,22 +137,48 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     host = on_host(spec, blocks, numbers)
     saved -= host.stream * len(blocks)
     workspace = _workspace(spec, blocks, numbers, covered) + fp32_gradient(spec, numels, numbers.gradients)
+    if "gradients" in numbers.shards:
+        workspace += max(_gradients([shape], (), numbers) for shape in _block_matrices(spec, ordinary))
     return StageMemory(
-        weights=sum(weights) + copies + sum(each.weight for each in low_rank.values()) - host.values - host.copies,
-        gradients=_gradients(ordinary.values(), [each.gradient for each in low_rank.values()], numbers)
-        - host.gradients,
-        optimizer=numbers.optimizer_nbytes(ordinary.values())
-        + sum(each.states for each in low_rank.values())
-        - host.moments,
+        weights=weights + copies - host.values - host.copies,
+        gradients=gradients - host.gradients,
+        optimizer=optimizer - host.moments,
         activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
-        workspace=max(workspace + host.lent_to_blocks, host.lent_to_update),
+        workspace=max(workspace + host.lent_to_blocks, host.lent_to_update) + _lent_by_replicas(spec, blocks, numbers),
         copies=copies,
         host_weights=host.values + host.copies,
         host_gradients=host.gradients,
         host_optimizer=host.moments,
         host_activations=numbers.in_flight * len(blocks) * host.stream,
     )
+
+
+def _by_replica(
+    spec: ModelSpec, ordinary: Mapping[str, Shape], low_rank: Sequence[LowRankBytes], numbers: StepNumbers
+) -> Iterator[tuple[int, int, int]]:
+    """Bytes of weights, gradients and optimizer states that each replica keeps."""
+    shares, matrix = shares_of(spec, ordinary, numbers.replicas, numbers.shards), numbers.shape.weight_nbytes
+    for replica in range(numbers.replicas):
+        kept, summed, updated = (
+            [shape for name, shape in ordinary.items() if shares[name].is_had(replica, shard)]
+            for shard in ("weights", "gradients", "optimizer")
+        )
+        weights = sum((matrix if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in kept)
+        yield (
+            weights + sum(each.weight for each in low_rank),
+            _gradients(summed, [each.gradient for each in low_rank], numbers),
+            numbers.optimizer_nbytes(updated) + sum(each.states for each in low_rank),
+        )
+
+
+def _lent_by_replicas(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
+    """What others lend a replica at a time under `memory.shard`: what products read, of two blocks."""
+    if "weights" not in numbers.shards:
+        return 0
+    elements = spec.layout.block_weights(spec.hf_config)
+    block = copied_by_block(spec, numbers.shape) or numbers.shape.weight_nbytes * elements
+    return min(2, len(blocks)) * block * (numbers.replicas - 1) // numbers.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +208,9 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
     which, shape, num_blocks = numbers.offload, numbers.shape, len(blocks)
     if not which or not num_blocks:
         return OnHost()
-    prefix = f"{spec.layout.trunk}.{spec.layout.blocks}."
-    parameters = slice_parameters(spec, blocks).items()
-    matrices = [each for name, each in parameters if name.startswith(prefix) and len(each) > 1]
-    ends = [each for name, each in parameters if not name.startswith(prefix) and len(each) > 1]
+    parameters = slice_parameters(spec, blocks)
+    matrices = _block_matrices(spec, parameters)
+    ends = [each for name, each in parameters.items() if len(each) > 1 and not is_block_matrix(spec, name, each)]
     elements, largest = sum(map(math.prod, matrices)), max(map(math.prod, matrices))
     keeps_values = "master" in which or ("weights" in which and not shape.reads_copies)
     values = shape.weight_nbytes * elements if keeps_values else 0
@@ -216,6 +243,19 @@ def fp32_gradient(spec: ModelSpec, numels: Mapping[str, int], gradients: Gradien
     return _FP32 * numels.get(spec.layout.embedding_weight, 0) if gradients == "bf16" else 0
 
 
+def _block_matrices(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[Shape]:
+    return [shape for name, shape in shapes.items() if is_block_matrix(spec, name, shape)]
+
+
+def divided_nbytes(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
+    """Bytes of gradients and weights of a slice of which replicas each have a part (`memory.shard`)."""
+    matrices = _block_matrices(spec, slice_parameters(spec, blocks))
+    elements, shape = sum(map(math.prod, matrices)), numbers.shape
+    weights = shape.weight_nbytes * elements + len(blocks) * copied_by_block(spec, shape)
+    gradients = _gradients(matrices, (), numbers)
+    return weights * ("weights" in numbers.shards) + gradients * ("gradients" in numbers.shards)
+
+
 def _gradients(shapes: Collection[Sequence[int]], low_rank: Sequence[int], numbers: StepNumbers) -> int:
     """What is kept of the gradients of weights of these shapes, and of low-rank ones of so many bytes in fp32."""
     matrix = _BF16 if numbers.gradients == "bf16" else _FP32
@@ -234,9 +274,12 @@ def streamed_by_block(spec: ModelSpec, shape: MicroBatchShape, which: Collection
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     are_shared = numbers.shape.recompute != "block"
     num_blocks = len(blocks) if are_shared or keeps_copies(numbers.offload) else min(1, len(blocks))
+    copied = num_blocks * copied_by_block(spec, numbers.shape)
+    if "weights" in numbers.shards:  # of its own part; `_lent_by_replicas` has the rest
+        copied = len(blocks) * copied_by_block(spec, numbers.shape) // numbers.replicas
     num_heads = 1 if are_shared or numbers.splits_backward else numbers.in_flight
     head = copied_by_head(spec, numbers.shape) if blocks.last else 0
-    return num_blocks * copied_by_block(spec, numbers.shape) + num_heads * head
+    return copied + num_heads * head
 
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:

@@ -222,10 +222,10 @@ class Boundary:
         codec, payload = self.codecs.codecs[frame.codec], frame.payload.to(self._device, non_blocking=True)
         return codec.decode(payload, frame.shape, frame.dtype, **self._codec_arguments(codec, frame.id, sample_ids))
 
-    def post(self, id: LogicalId, shape: tuple[int, ...]) -> None:
+    def post(self, id: LogicalId, shape: tuple[int, ...], dtype: torch.dtype = BOUNDARY_DTYPE) -> None:
         """Post a receive, so that its frame is accepted whenever it arrives."""
         index = self.codecs.index(id.purpose, id.direction, id.step)
-        self._posted[id] = (index, shape, BOUNDARY_DTYPE)
+        self._posted[id] = (index, shape, dtype)
         self.transport.expect(id, self.codecs.codecs[index].encoded_nbytes(shape))
 
     def receive(

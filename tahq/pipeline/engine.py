@@ -33,6 +33,7 @@ from tahq.pipeline.gradient_sum import GradientSum
 from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.spans import Stopwatch
+from tahq.pipeline.weight_loans import WeightLoans
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class StageEngine:
         num_pieces: step -> pieces that its samples are cut into.
         tied: exchanges the gradients of tied embeddings.
         sums: sums gradients over the replicas of the pipeline; None: there is one.
+        loans: lends weights among them; None: each has its own.
         on_action: called before each action with (step, action); may raise to end the step.
         on_step: called with each step's number before it is computed.
         lanes: where encoding and decoding happen.
@@ -163,6 +165,7 @@ class StageEngine:
     num_pieces: Callable[[int], int] = lambda step: 1
     tied: TiedEmbedding | None = None
     sums: GradientSum | None = None
+    loans: WeightLoans | None = None
     on_action: Callable[[int, Action], None] | None = None
     on_step: Callable[[int], None] | None = None
     lanes: CodecLanes = field(default_factory=InlineLanes)
@@ -208,16 +211,19 @@ class StageEngine:
         step = self._step = _Step(number, batch, sample_ids)
         self._scale_gradients(self.shape.gradient_scale)  # those of earlier steps that were not applied
         if self.sums is not None:
-            self.sums.post(number)
+            self.sums.post(number, self.num_micro_batches)
+        if self.loans is not None:
+            self.loans.begin(number, Purpose.WEIGHTS)
         self.lanes.begin(self._post_receives())
         with sharing_copies_of(chunk.module for chunk in self.chunks.values()):
             for action in self.actions:
                 if self.on_action is not None:
                     self.on_action(number, action)
                 step.is_abandoned |= number == self.abandoned_step
-                sums = self.sums if action is self._last[action.chunk] else None
+                is_last = action is self._last[action.chunk]
+                sums = self.sums if is_last or action.kind in (ActionKind.B, ActionKind.W) else None
                 if sums is not None:
-                    sums.open(number, action.chunk, self.lanes.send)
+                    sums.open(number, action.chunk, self.lanes.send, is_last=is_last)
                 if action.kind is ActionKind.F:
                     self._forward(step, action)
                 elif action.kind is ActionKind.W:
@@ -358,6 +364,8 @@ class StageEngine:
     ) -> tuple[float, int]:
         """Summed loss and tokens of the validation batches, as far as this stage knows them."""
         count = self.shape.num_micro_batches
+        if self.loans is not None:
+            self.loans.begin(step, purpose)
         for chunk in self.chunks.values():
             chunk.module.eval()
             chunk.module.num_pieces = 1

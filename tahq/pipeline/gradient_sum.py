@@ -12,17 +12,23 @@ While a replica does not compute, there are as many shards as replicas that do; 
 With `memory.shard` every parameter has an owner, the one replica that updates it. All gradients in a bucket then have
 the same owner, and the bucket is its shard. Instead of the sum it sends the weights, in fp32, after the update.
 
+If `memory.shard` has gradients, those of blocks' matrices go to their owner once per micro-batch, and only the owner
+keeps the sum. A replica does not begin the next backward before it has added what the others have sent of this one:
+
+    for each micro-batch, the replicas' first ones, then their second ones …:
+        sum ← sum + own gradient; then + that of every other replica, as decoded, in the order of replicas
+
 Nothing is divided: the loss is, by the tokens of all replicas. With `fp8` no sum is formed in 8 bits, so none
 overflows. All receives are posted before the step. A bucket is sent as soon as its gradients are complete, within the
 last backward of its chunk of the model: how often that backward adds to each gradient is known from the step before.
 
 Source: AGoQ §5, Fig. 5 and 6 (all-to-all of FP8 blocks, sum in fp32, all-gather of FP8 blocks); LLMQ §3, sharded
-optimizer states (ZeRO-1).
+optimizer states (ZeRO-1), and gradients and weights, but those of embedding and head.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
@@ -33,10 +39,12 @@ from tahq.errors import CodecError
 from tahq.memory.agoq.stored_gradients import (
     HoldsGradient,
     drop_gradient,
+    fold_gradient,
     gradient_of,
     is_stored,
     replace_gradient,
 )
+from tahq.memory.shares import UNSHARED, Share
 from tahq.memory.small_floats.block_codes import (
     BLOCK,
     BlockCodes,
@@ -94,15 +102,15 @@ def sum_codec(spec: str, wire: WireConfig) -> Codec:
 
 
 class SumCodecs(CodecTable):
-    """The two codecs of a link between replicas: of shards, and of sums."""
+    """The codecs of a link between replicas: of shards, of sums, and of weights that are lent."""
 
-    def __init__(self, of_shards: Codec, of_sums: Codec) -> None:
+    def __init__(self, *codecs: Codec) -> None:
         self._choices, self._in_force = {}, {}
-        self.codecs = (of_shards, of_sums)
+        self.codecs = codecs
 
     def index(self, purpose: Purpose, direction: Direction, step: int) -> int:
         """See `CodecTable.index`."""
-        return int(direction)
+        return int(direction) if purpose is Purpose.SUM else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +124,10 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Pieces of gradients that are sent together, to their owner; None: cut into a shard for each replica."""
+    """Pieces of gradients that are sent together, to their owner; without one cut into a shard for each replica."""
 
     pieces: tuple[_Piece, ...]
-    owner: int | None = None
+    share: Share = UNSHARED
 
     @property
     def holders(self) -> list[HoldsGradient]:
@@ -138,13 +146,14 @@ Send = Callable[[Boundary, LogicalId, torch.Tensor | None, None], None]
 
 @dataclass(slots=True)
 class _Open:
-    """A chunk whose last backward runs."""
+    """A chunk whose backward runs, its `is_last` or an earlier one."""
 
     step: int
     chunk: int
+    is_last: bool
     send: Send
     unsent: set[int]
-    added: Counter[int]
+    added: Counter[int] = field(default_factory=Counter)
 
 
 class GradientSum:
@@ -156,7 +165,7 @@ class GradientSum:
         boundaries: the links to the others, by replica.
         run: the run's number, for logical ids.
         first_cut: logical ids of shard j have the cut first_cut + j.
-        owners: which replica updates each holder of a chunk; all are parameters then. None: each updates all of them.
+        shares: of each holder of a chunk; those with an owner are parameters. None: each replica updates all of them.
     """
 
     def __init__(
@@ -166,18 +175,19 @@ class GradientSum:
         boundaries: Mapping[int, Boundary],
         run: int,
         first_cut: int,
-        owners: Mapping[int, Sequence[int]] | None = None,
+        shares: Mapping[int, Sequence[Share]] | None = None,
     ) -> None:
         self._replica, self._run, self._first_cut = replica, run, first_cut
         self._boundaries = dict(sorted(boundaries.items()))
         self._num_replicas = len(boundaries) + 1
         by_chunk = {
-            chunk: list(_buckets(holders) if owners is None else _owned_buckets(holders, owners[chunk]))
+            chunk: list(_buckets(holders) if shares is None else _owned_buckets(holders, shares[chunk]))
             for chunk, holders in chunks.items()
         }
         self._buckets = [bucket for buckets in by_chunk.values() for bucket in buckets]
         every = range(self._num_replicas)
-        numbers_of = [[n for n, bucket in enumerate(self._buckets) if bucket.owner == replica] for replica in every]
+        gathered = [(n, bucket.share.owner) for n, bucket in enumerate(self._buckets) if not bucket.share.keeps_alone]
+        numbers_of = [[n for n, owner in gathered if owner == replica] for replica in every]
         self._turns = list(zip_longest(*numbers_of))
         """For `gather_weights`: in each turn a bucket of every owner, by its number; None: it has no more."""
         numbers = iter(range(len(self._buckets)))
@@ -190,10 +200,12 @@ class GradientSum:
                 if len(self._of_holder[id(holder)]) == 1:
                     after_gradient(holder, self._added)
         self._open: _Open | None = None
-        self._expected: dict[int, Counter[int]] = {}
-        """By chunk: how often its last backward adds to each gradient, by the holder's `id`."""
+        self._expected: dict[tuple[int, bool], Counter[int]] = {}
+        """By chunk: how often its last backward, or an earlier one, adds to each gradient, by the holder's `id`."""
         self._left: dict[int, int] = {}
         """How many of these additions each bucket waits for."""
+        self._turn = Counter[int]()
+        """By chunk: how many of the step's backwards have been opened."""
 
     def use(self, computing: Sequence[int]) -> None:
         """Sum over these replicas from the next step on."""
@@ -206,22 +218,32 @@ class GradientSum:
         for codec in by_spec.values():
             codec.prepare((BUCKET // self._num_replicas,), BOUNDARY_DTYPE, device)
 
-    def post(self, step: int) -> None:
-        """Post all receives of a step."""
+    def post(self, step: int, num_backwards: int = 1) -> None:
+        """Post all receives of a step, in which each chunk has so many backwards here."""
+        self._turn.clear()
         for number, sizes in enumerate(self._sizes):
+            turns = num_backwards if self._buckets[number].share.sums_alone else 1
             for other, boundary in self._boundaries.items():
                 if sizes[self._replica] and other in self._computing:
-                    boundary.post(self._name(step, number, other, self._replica, _SCATTER), (sizes[self._replica],))
-                if sizes[other]:
+                    for turn in range(1, turns + 1):
+                        name = self._name(step, number, other, self._replica, _SCATTER, turn)
+                        boundary.post(name, (sizes[self._replica],))
+                if sizes[other] and not self._buckets[number].share.keeps_alone:
                     boundary.post(self._name(step, number, other, other, _GATHER), (sizes[other],))
 
-    def open(self, step: int, chunk: int, send: Send) -> None:
-        """Begin to send a chunk's gradients, as they become complete in the last backward, which is about to run."""
-        expected = self._expected.get(chunk)
-        self._open = _Open(step, chunk, send, set(self._of_chunk[chunk]), Counter())
+    def open(self, step: int, chunk: int, send: Send, *, is_last: bool = True) -> None:
+        """Begin to send a chunk's gradients, as they become complete in the backward that is about to run.
+
+        All of them in the last backward, in others those that are sent each time.
+        """
+        self._add_received(step, chunk)
+        self._turn[chunk] += 1
+        numbers = [n for n in self._of_chunk[chunk] if is_last or self._buckets[n].share.sums_alone]
+        self._open = _Open(step, chunk, is_last, send, set(numbers))
+        expected = self._expected.get((self._open.chunk, self._open.is_last))
         if expected is None:
             return
-        for number in self._of_chunk[chunk]:
+        for number in numbers:
             self._left[number] = sum(expected[id(holder)] for holder in self._buckets[number].holders)
             if not self._left[number]:
                 self._send(number)
@@ -231,10 +253,20 @@ class GradientSum:
         assert self._open is not None
         for number in sorted(self._open.unsent):
             self._send(number, is_void=is_void)
-        self._expected[self._open.chunk] = self._open.added
+        self._expected[(self._open.chunk, self._open.is_last)] = self._open.added
         if is_void:
             self.forget()
         self._open = None
+
+    def _add_received(self, step: int, chunk: int) -> None:
+        """Add the other replicas' gradients of the chunk's last backward so far to the sums that are here alone."""
+        turn = self._turn[chunk]
+        for number in self._of_chunk[chunk] if turn else ():
+            bucket = self._buckets[number]
+            if bucket.share.sums_alone and bucket.share.owner == self._replica:
+                for other, boundary in self._boundaries.items():
+                    name = self._name(step, number, other, self._replica, _SCATTER, turn)
+                    _put(bucket, boundary.receive(name), is_added=True)
 
     def forget(self) -> None:
         """Expect nothing of the next step's backward: its schedule is another."""
@@ -245,7 +277,9 @@ class GradientSum:
         if self._open is None:
             return
         self._open.added[id(holder)] += 1
-        for number in self._of_holder[id(holder)] if self._open.chunk in self._expected else ():
+        for number in self._of_holder[id(holder)] if (self._open.chunk, self._open.is_last) in self._expected else ():
+            if not (self._open.is_last or self._buckets[number].share.sums_alone):
+                continue
             if number not in self._open.unsent:
                 raise AssertionError("a gradient changed after it was sent: its backward differs from the step before")
             self._left[number] -= 1
@@ -255,11 +289,19 @@ class GradientSum:
     def _send(self, number: int, *, is_void: bool = False) -> None:
         assert self._open is not None
         self._open.unsent.remove(number)
-        shards = () if is_void else torch.split(self._flat(number), self._sizes[number])
+        bucket, sizes = self._buckets[number], self._sizes[number]
+        if bucket.share.owner == self._replica:
+            return
+        shards = () if is_void else torch.split(self._flat(number), sizes)
         for other, boundary in self._boundaries.items():
-            if self._sizes[number][other]:
-                name = self._name(self._open.step, number, self._replica, other, _SCATTER)
+            if sizes[other]:
+                name = self._name(
+                    *(self._open.step, number, self._replica, other, _SCATTER), self._turn[self._open.chunk]
+                )
                 self._open.send(boundary, name, None if is_void else shards[other], None)
+        for holder in bucket.holders if bucket.share.sums_alone else ():
+            if self._open.unsent.isdisjoint(self._of_holder[id(holder)]):
+                drop_gradient(holder)
 
     def finish(self, step: int, *, is_void: bool = False) -> bool:
         """Replace every gradient by the sum, once all chunks are sent and encoded; those of other owners are dropped.
@@ -270,10 +312,13 @@ class GradientSum:
         Raises:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
         """
-        sums = [self._own_sum(step, number, is_void=is_void) for number in range(len(self._buckets))]
-        for number, own in enumerate(sums):
+        for chunk in self._of_chunk:
+            self._add_received(step, chunk)
+        numbers = [number for number, bucket in enumerate(self._buckets) if not bucket.share.sums_alone]
+        sums = [self._own_sum(step, number, is_void=is_void) for number in numbers]
+        for number, own in zip(numbers, sums, strict=True):
             bucket = self._buckets[number]
-            if bucket.owner not in (None, self._replica):
+            if bucket.share is not UNSHARED and bucket.share.owner != self._replica:
                 for holder in bucket.holders:
                     drop_gradient(holder)
                 continue
@@ -299,7 +344,7 @@ class GradientSum:
         for sent, taken in zip([*self._turns, *blank], [*blank, *self._turns], strict=True):
             for owner, number in enumerate(sent):
                 if owner == self._replica and number is not None:
-                    weights = torch.cat([_weights(piece) for piece in self._buckets[number].pieces])
+                    weights = torch.cat([_weights(piece).float() for piece in self._buckets[number].pieces])
                     self._send_to_all(self._name(step, number, owner, owner, _GATHER), weights)
             for owner, number in enumerate(taken):
                 if owner != self._replica and number is not None:
@@ -327,7 +372,7 @@ class GradientSum:
         total = whole[0].clone()
         for part in whole[1:]:
             total.add_(part)
-        if self._buckets[number].owner is not None:
+        if self._buckets[number].share is not UNSHARED:
             return total
         return next(iter(self._boundaries.values())).decoded(self._send_to_all(name, total))
 
@@ -349,7 +394,9 @@ class GradientSum:
     def _nothing(self, number: int) -> torch.Tensor:
         return torch.empty(0, dtype=BOUNDARY_DTYPE, device=self._buckets[number].pieces[0].holder.device)
 
-    def _name(self, step: int, number: int, sender: int, shard: int, direction: Direction) -> LogicalId:
+    def _name(self, step: int, number: int, sender: int, shard: int, direction: Direction, turn: int = 1) -> LogicalId:
+        if self._buckets[number].share.sums_alone:
+            number += (turn - 1) * len(self._buckets)
         return LogicalId(self._run, sender, step, Purpose.SUM, number, self._first_cut + shard, direction)
 
     def _flat(self, number: int) -> torch.Tensor:
@@ -366,8 +413,8 @@ class GradientSum:
     def _shard_sizes(self, bucket: Bucket) -> list[int]:
         """By replica, 0 for those that do not compute, or do not own it."""
         numel = sum(bucket.sizes)
-        if bucket.owner is not None:
-            return [numel if replica == bucket.owner else 0 for replica in range(self._num_replicas)]
+        if bucket.share is not UNSHARED:
+            return [numel if replica == bucket.share.owner else 0 for replica in range(self._num_replicas)]
         blocks = -(-numel // BLOCK)
         most = -(-blocks // len(self._computing)) * BLOCK
         sizes = {replica: max(0, min(most, numel - most * place)) for place, replica in enumerate(self._computing)}
@@ -380,11 +427,11 @@ def _all_of(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
     return whole if len(whole) == len(parts) else None
 
 
-def _owned_buckets(holders: Sequence[HoldsGradient], owners: Sequence[int]) -> Iterator[Bucket]:
-    """Buckets with an owner each."""
-    for owner in sorted(set(owners)):
-        owned = [holder for holder, its_owner in zip(holders, owners, strict=True) if its_owner == owner]
-        yield from (Bucket(bucket.pieces, owner) for bucket in _buckets(owned))
+def _owned_buckets(holders: Sequence[HoldsGradient], shares: Sequence[Share]) -> Iterator[Bucket]:
+    """Buckets of one share each."""
+    for share in sorted(set(shares)):
+        owned = [holder for holder, its_share in zip(holders, shares, strict=True) if its_share == share]
+        yield from (Bucket(bucket.pieces, share) for bucket in _buckets(owned))
 
 
 def _buckets(holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
@@ -405,17 +452,21 @@ def _buckets(holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
 
 
 @torch.no_grad()
-def _put(bucket: Bucket, values: torch.Tensor) -> None:
-    """Put a bucket's numbers, fp32 [N], in the place of its gradients."""
+def _put(bucket: Bucket, values: torch.Tensor, *, is_added: bool = False) -> None:
+    """Put a bucket's numbers, fp32 [N], in the place of its gradients, or add them."""
     for piece, part in zip(bucket.pieces, torch.split(values, bucket.sizes), strict=True):
         holder = piece.holder
-        if is_stored(holder):
+        if is_stored(holder) and is_added:
+            holder.grad = part.view(holder.shape)
+            fold_gradient(holder)
+        elif is_stored(holder):
             replace_gradient(holder, part.view(holder.shape))
         else:
             if holder.grad is None:  # this replica does not compute
                 holder.grad = torch.zeros(holder.shape, dtype=gradient_dtype(holder), device=holder.device)
             holder.grad = holder.grad.contiguous()
-            holder.grad.view(-1)[piece.start : piece.stop].copy_(part)
+            numbers = holder.grad.view(-1)[piece.start : piece.stop]
+            numbers.add_(part) if is_added else numbers.copy_(part)
 
 
 def _weights(piece: _Piece) -> torch.Tensor:

@@ -8,8 +8,7 @@ CUDA `adamw` is tahq's own kernel, one launch per tensor.
 A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transformer.h.0.ln_1.weight`.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -27,11 +26,11 @@ from tahq.memory.config import Offload
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.subspace import LazyRule
 from tahq.memory.offload.host_part import host_part, moment_of
+from tahq.memory.shares import Shape
 from tahq.models.deferred_gradients import gradient_dtype
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
-Shape = tuple[int, ...]
 
 
 def build_optimizer(
@@ -54,7 +53,7 @@ def build_optimizer(
     filled = [
         {"params": members, "weight_decay": decay[key], "draws": draws} for key, members in groups.items() if members
     ]
-    # a replica may update no parameter (`owners`), and torch wants a group
+    # a replica may update no parameter (`shares_of`), and torch wants a group
     return OPTIMIZERS[config.optimizer].build(filled or [{"params": [], "weight_decay": 0.0}], config)
 
 
@@ -177,30 +176,10 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 """The choices of `training.optimizer`; their states are checkpointed and restored bit-exactly."""
 
 
-def owners(shapes: Sequence[Shape], replicas: int) -> list[int]:
-    """The replica that updates each parameter of a chunk, under `memory.shard`: the largest first, to the least loaded.
-
-    Parameters are not divided, so that norms, blocks of 8-bit states and checkpoints are those of one replica.
-    """
-    loads, found = [0] * replicas, [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=lambda index: -math.prod(shapes[index])):
-        found[index] = loads.index(min(loads))
-        loads[found[index]] += math.prod(shapes[index])
-    return found
-
-
-def optimizer_nbytes(
-    config: TrainingConfig, shapes: Iterable[Shape], moments: Collection[Offload] = ("m", "v"), shares: int = 1
-) -> int:
-    """Bytes of optimizer state for fp32 parameters of these shapes.
-
-    Of these moments only; of the largest share, if replicas share them.
-    """
-    states, shapes, nbytes = OPTIMIZERS[config.optimizer].states, list(shapes), [0] * shares
-    for owner, shape in zip(owners(shapes, shares), shapes, strict=True):
-        specs = states(config, shape).items()
-        nbytes[owner] += states_nbytes({name: spec for name, spec in specs if moment_of(name) in moments})
-    return max(nbytes)
+def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape], moments: Collection[Offload] = ("m", "v")) -> int:
+    """Bytes of optimizer state for fp32 parameters of these shapes: of these moments only."""
+    every = (item for shape in shapes for item in OPTIMIZERS[config.optimizer].states(config, shape).items())
+    return sum(states_nbytes({name: spec}) for name, spec in every if moment_of(name) in moments)
 
 
 def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:

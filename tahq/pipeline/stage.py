@@ -6,11 +6,10 @@ and from transports that are already open.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,21 +23,22 @@ from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError, ScheduleError
 from tahq.memory.agoq.stored_gradients import HoldsGradient
-from tahq.memory.config import Gradients
+from tahq.memory.config import Gradients, Shard
 from tahq.memory.galore.qgalore import low_rank_weights
+from tahq.memory.shares import UNSHARED, Share, shares_of
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
 from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
 from tahq.pipeline.codec_lanes import InlineLanes, ThreadedLanes
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
-from tahq.pipeline.gradient_sum import GradientSum, SumCodecs, sum_codec
+from tahq.pipeline.gradient_sum import GradientSum, Send, SumCodecs, sum_codec
 from tahq.pipeline.gradients import TiedEmbedding
-from tahq.pipeline.optimizer import owners
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import CudaMarks, Stopwatch
 from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.weight_loans import SharedBlock, WeightLoans
 from tahq.quant.config import WireConfig
 from tahq.quant.spec import RawSpec
 from tahq.units import format_size
@@ -66,7 +66,7 @@ class StagePlan:
     wire: WireConfig
     tie: bool
     gradients: Gradients = "fp32"  # `memory.gradients`
-    shards_optimizer: bool = False  # `memory.shard`; each replica updates its share of the parameters
+    shards: Collection[Shard] = ()  # `memory.shard`, where there are replicas
     sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
 
     @property
@@ -122,14 +122,11 @@ class Stage:
         sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         self._shape = StepShape(*sizes, plan.pipeline.replicas)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
-        self._owners, owned = None, None
-        if plan.shards_optimizer:
-            self._owners = {
-                number: owners([tuple(p.shape) for p in module.canonical_parameters().values()], plan.pipeline.replicas)
-                for number, module in modules.items()
-            }
-            of_all = chain.from_iterable(self._owners.values())
-            owned = {name for name, owner in zip(parameters, of_all, strict=True) if owner == plan.replica}
+        self._shares: dict[str, Share] = {}
+        for module in modules.values() if plan.shards else ():
+            shapes = {name: parameter.shape for name, parameter in module.canonical_parameters().items()}
+            self._shares |= shares_of(module.spec, shapes, plan.pipeline.replicas, plan.shards)
+        owned = {name for name, share in self._shares.items() if share.owner == plan.replica} if plan.shards else None
         self.update = StageUpdate(
             *(training, parameters, is_decayed, plan.total_steps, tied, low_rank, scale),
             gradients=plan.gradients,
@@ -145,6 +142,8 @@ class Stage:
         self._computing: Sequence[int] = range(plan.pipeline.replicas)
         """The replicas that share the batch."""
         actions, first_micro_batch = self._row()
+        lanes = ThreadedLanes(device, self.stopwatch) if beside and transports else InlineLanes()
+        self._replicas = self._replica_boundaries(bf16=bf16)
         self.engine = StageEngine(
             chunks=chunks,
             actions=actions,
@@ -158,10 +157,11 @@ class Stage:
             stopwatch=self.stopwatch,
             num_pieces=partial(training.num_pieces, seq_len=plan.seq_len),
             tied=tied,
-            sums=self._sums(modules) if plan.pipeline.replicas > 1 else None,
+            sums=self._sums(modules) if self._replicas else None,
+            loans=self._loans(modules, lanes.send) if "weights" in plan.shards else None,
             on_action=on_action,
             on_step=self.update.begin,
-            lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else InlineLanes(),
+            lanes=lanes,
         )
 
     def prepare(self, working: Callable[[str], None] = lambda activity: None) -> None:
@@ -275,12 +275,17 @@ class Stage:
         """A sum over the bits of all weights, for replicas to compare; empty except every few steps."""
         if self.plan.pipeline.replicas == 1 or step % DIGEST_EVERY:
             return ""
-        return self.update.weights_digest()
+        return self.update.weights_digest([name for name, share in self._shares.items() if share.keeps_alone])
+
+    @property
+    def is_of_first_replica(self) -> bool:
+        """Whether it belongs to the first replica that computes, whose validation loss counts."""
+        return self.plan.replica == self._computing[0]
 
     @property
     def evaluates(self) -> bool:
-        """Whether this stage takes part in evaluations: those of the first replica that computes do."""
-        return self.plan.replica == self._computing[0]
+        """Whether this stage takes part in evaluations: where replicas lend each other weights, all do."""
+        return self.is_of_first_replica or self.engine.loans is not None
 
     def _chunk(self, number: int, module: ModelSlice) -> Chunk:
         ends = {cut: self._links[cut] for cut in (number - 1, number) if cut in self._links}
@@ -301,20 +306,36 @@ class Stage:
         transport, peer = self._transports[ends.link], ends.other(self.plan.stage)
         return Boundary(transport, identity, codecs, self._device, self.stopwatch, peer, every)
 
-    def _sums(self, modules: Mapping[int, ModelSlice]) -> GradientSum:
+    def _replica_boundaries(self, *, bf16: bool) -> dict[int, Boundary]:
+        """The links to the other replicas of this stage, by replica."""
         plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
+        if plan.pipeline.replicas == 1:
+            return {}
         links = [ends for ends in grid.links()[grid.first_sum_link :] if ends.lower in grid.replicas_of(plan.stage)]
         specs = {ends.link: plan.sum_codecs[ends.link] for ends in links}
         # all get the same codes of a sum: those for the farthest; of a weight its bits
         of_sums = wire.all_reduce if wire.all_reduce in specs.values() else specs[links[0].link]
-        of_sums = str(RawSpec("fp32")) if plan.shards_optimizer else of_sums
+        of_sums = str(RawSpec("fp32")) if plan.shards else of_sums
+        of_weights = RawSpec("bf16" if bf16 or plan.training.has_bf16_weights else "fp32")
+        codecs_of = [sum_codec(spec, wire) for spec in (of_sums, str(of_weights))]
         identity, boundaries = CutIdentity(plan.run, plan.seed, grid.num_cuts, plan.replica), {}
         for ends in grid.links_of(plan.stage):
             if ends.link in specs:
-                codecs = SumCodecs(sum_codec(specs[ends.link], wire), sum_codec(of_sums, wire))
+                codecs = SumCodecs(sum_codec(specs[ends.link], wire), *codecs_of)
                 boundaries[ends.other(plan.stage) // grid.num_stages] = self._link_boundary(ends, identity, codecs)
-        holders = {number: list(module.canonical_parameters().values()) for number, module in modules.items()}
-        return GradientSum(holders, plan.replica, boundaries, plan.run, grid.num_cuts, self._owners)
+        return boundaries
+
+    def _sums(self, modules: Mapping[int, ModelSlice]) -> GradientSum:
+        plan, first_cut = self.plan, self.plan.grid.num_cuts
+        named = {number: module.canonical_parameters() for number, module in modules.items()}
+        holders = {number: list(each.values()) for number, each in named.items()}
+        shares = {number: [self._shares.get(name, UNSHARED) for name in each] for number, each in named.items()}
+        return GradientSum(holders, plan.replica, self._replicas, plan.run, first_cut, shares)
+
+    def _loans(self, modules: Mapping[int, ModelSlice], send: Send) -> WeightLoans:
+        layers = (layer for module in modules.values() for layer in module.modules())
+        blocks = [each for layer in layers if isinstance(each := getattr(layer, "shared", None), SharedBlock)]
+        return WeightLoans(blocks, self.plan.replica, self._replicas, self.plan.run, self.plan.grid.num_cuts, send)
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         stage, pipeline = self.plan.stage, self.plan.pipeline

@@ -23,7 +23,7 @@ from tahq.pipeline.spans import Span, Stopwatch
 
 PART = 2048
 """Spans per message, some 200 kB, so that no heartbeat waits long behind one."""
-_OTHERS = {Purpose.TIE: "tied gradient", Purpose.SUM: "summed gradients"}
+_OTHERS = {Purpose.TIE: "tied gradient", Purpose.SUM: "summed gradients", Purpose.WEIGHTS: "lent weights"}
 _WAITS = {"memory": "room", "codec": "the codec"}
 
 

@@ -24,7 +24,14 @@ from tahq.memory.agoq.stored_gradients import (
 )
 from tahq.memory.config import Gradients
 from tahq.memory.galore.low_rank_weight import LowRankWeight
-from tahq.memory.offload.host_part import copy_for_products, filled_weight, host_gradient, host_part, kept_values
+from tahq.memory.offload.host_part import (
+    copy_for_products,
+    filled_weight,
+    host_gradient,
+    host_part,
+    is_here,
+    kept_values,
+)
 from tahq.memory.offload.zero_copy import zero_copy_is_faster
 from tahq.models.deferred_gradients import set_gradient_dtype
 from tahq.models.slice import HEAD_WEIGHT
@@ -165,9 +172,10 @@ class StageUpdate:
             raise AssertionError("a gradient bypassed the hooks of the fused update")
         return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []
 
-    def weights_digest(self) -> str:
-        """A hash of the sums over the bits of each parameter: equal where all weights are, and hardly elsewhere."""
-        values = map(kept_values, self._parameters.values())
+    def weights_digest(self, apart_from: Collection[str] = ()) -> str:
+        """A hash of the sums over the bits of each parameter, apart from these: equal where all weights are, and hardly
+        elsewhere."""
+        values = (kept_values(p) for name, p in self._parameters.items() if name not in apart_from)
         words = (each.contiguous().view(_WORDS[each.itemsize]) for each in values)
         sums = torch.stack([each.sum(dtype=torch.int64).cpu() for each in words])
         return blake2b(repr(sums.tolist()).encode(), digest_size=16).hexdigest()
@@ -210,8 +218,8 @@ class StageUpdate:
             weight.discard()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights, and optimizer states of those that are updated here, by their names in a checkpoint."""
-        weights = {f"model/{name}": kept_values(p) for name, p in self._parameters.items()}
+        """Weights that are here, and states of those that are updated here, by their names in a checkpoint."""
+        weights = {f"model/{name}": kept_values(p) for name, p in self._parameters.items() if is_here(p)}
         states = optimizer_tensors(self.optimizer, self._owned)
         for name, parameter in self._owned.items():
             if (host := host_part(parameter)) is not None:
@@ -225,7 +233,8 @@ class StageUpdate:
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
         """Restore weights and optimizer states, bit for bit, from a checkpoint with these names."""
         for name, parameter in self._parameters.items():
-            filled_weight(parameter).copy_(read(f"model/{name}"))
+            if is_here(parameter):
+                filled_weight(parameter).copy_(read(f"model/{name}"))
         copy_for_products(self._parameters.values())
         for weight in self._low_rank.values():
             weight.load(read)

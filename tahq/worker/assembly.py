@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, pl
 from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
+from tahq.memory.shares import shares_of
 from tahq.models.chunked_attention import attend_in_chunks
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
@@ -48,6 +50,7 @@ from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan
+from tahq.pipeline.weight_loans import SharedBlock
 from tahq.units import counted
 
 # -- one machine, by the configuration -------------------------------------------------------------------
@@ -142,10 +145,12 @@ def chunk_module(
     random: RandomContext,
     weights: bool = True,
     filled: Callable[[int], None] = lambda numel: None,
+    replica: int = 0,
 ) -> ModelSlice:
     """The module of one chunk: a slice of the model, or under `model.sleep` a slice that only takes time.
 
-    `weights` False leaves them uninitialised, for a checkpoint to fill; `filled` as of `build_slice`.
+    `weights` False leaves them uninitialised, for a checkpoint to fill; `filled` as of `build_slice`; of weights that
+    replicas share, those of `replica`.
     """
     blocks = block_ranges(config, spec)[chunk]
     stage = chunk % config.pipeline.stages
@@ -156,10 +161,16 @@ def chunk_module(
     which, memory = offloaded(config, stage, device), HostMemory(device)
     reads_copies = computes_in_bf16(config, device.type) and matrix_dtype(config) == torch.float32
     reads_copies = reads_copies and config.training.precision != "fp8"
-    placed = partial(place_on_host, which=which, memory=memory, reads_copies=reads_copies)
-    module = _slice(config, spec, blocks, device, random, weights, filled, placed if which else None)
+    shares = shares_of(spec, slice_parameters(spec, blocks), config.pipeline.replicas, config.shards).values()
+    if owners := [share.owner for share in shares if share.keeps_alone]:
+        replicas = config.pipeline.replicas
+        place: Callable[..., Any] = partial(SharedBlock, owners=iter(owners), replica=replica, replicas=replicas)
+    else:
+        place = partial(place_on_host, which=which)
+    placed = partial(place, memory=memory, reads_copies=reads_copies)
+    module = _slice(config, spec, blocks, device, random, weights, filled, placed if which or owners else None)
     keep_as_configured(config, module, stage)
-    if which:
+    if which or owners:
         offload_blocks(module, which, memory)
     return module
 
@@ -271,6 +282,7 @@ class Assembly:
                 random=random,
                 weights=reader is None,
                 filled=lambda numel: filled(4 * numel),
+                replica=stage // stages,
             )
             for chunk in chunks
         }
@@ -323,7 +335,7 @@ class Assembly:
                 pipeline=config.pipeline,
                 wire=config.wire,
                 gradients=config.memory.gradients,
-                shards_optimizer=config.optimizer_shares > 1,
+                shards=config.shards,
                 tie=config.model.tie == "sync",
                 sum_codecs=config.sum_codecs,
             ),

@@ -317,7 +317,7 @@ class WorkerTraining:
         stage.use_replicas(commit.computing)
         if commit.evaluate and stage.evaluates:
             sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches, self._control.working)
-            if sums is not None:
+            if sums is not None and stage.is_of_first_replica:
                 self._control.send(Evaluated(commit.step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))
             self._meter.begin(commit.step + 1)
 

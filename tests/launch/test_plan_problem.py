@@ -44,6 +44,9 @@ def test_replicas_that_share_optimizer_states_have_more_room_for_blocks():
     config, spec = loaded()
     whole, shared = (model_numbers(config, spec, shares=shares).options[0].block_nbytes for shares in (1, 4))
     assert whole - shared == 0.75 * 2 * 4 * (MATRICES + 2 * 64)
+    config, spec = loaded(memory={"shard": ["optimizer", "gradients", "weights"]}, pipeline={"replicas": 4})
+    (shared,) = (each.block_nbytes for each in model_numbers(config, spec, shares=4).options[:1])
+    assert whole - shared == 0.75 * (2 * 4 * (MATRICES + 2 * 64) + 2 * 4 * MATRICES)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])

@@ -7,6 +7,7 @@ import torch
 from tahq.memory.estimate import StageMemory, StepNumbers, stage_memory
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_block, saved_by_slice
+from tahq.memory.shares import shares_of
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -51,6 +52,28 @@ def estimate(blocks, **changes) -> StageMemory:
 
 def plain_slice(blocks):
     return build_slice(SPEC, blocks, seed=0, device="cpu", random=RandomContext(0))
+
+
+@pytest.mark.parametrize("shards", [("optimizer",), ("optimizer", "gradients"), ("optimizer", "gradients", "weights")])
+def test_replica_has_its_share_and_what_all_have(shards):
+    parameters = {name: p.shape for name, p in plain_slice(BlockRange(0, 3, 4)).canonical_parameters().items()}
+    shares = shares_of(SPEC, parameters, 3, shards)
+    memory = estimate(BlockRange(0, 3, 4), shards=shards, replicas=3)
+    totals = []
+    for replica in range(3):
+        own = {name: shape.numel() for name, shape in parameters.items() if shares[name].owner == replica}
+        of_all = {name: shape.numel() for name, shape in parameters.items()}
+        matrices = {name for name, shape in parameters.items() if len(shape) == 2 and ".layers." in name}
+        had = [
+            sum(numel for name, numel in of_all.items() if name in own or name not in matrices or shard not in shards)
+            for shard in ("weights", "gradients")
+        ]
+        totals.append(4 * sum(had) + 8 * sum(own.values()))
+    assert memory.weights + memory.gradients + memory.optimizer == max(totals)
+    assert max(totals) < 1.1 * min(totals)
+    whole = estimate(BlockRange(0, 3, 4))
+    assert memory.weights + memory.gradients + memory.optimizer < whole.weights + whole.gradients + whole.optimizer
+    assert (memory.workspace > whole.workspace) == (len(shards) > 1)
 
 
 def test_bytes_of_weights_gradients_and_optimizer_equal_those_of_the_slice():

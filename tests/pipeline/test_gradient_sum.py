@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from tahq.comm.link.frame import CPU
-from tahq.memory.agoq.stored_gradients import fold_gradient, gradient_of, store_gradient
+from tahq.memory.agoq.stored_gradients import drop_gradient, gradient_of, store_gradient
+from tahq.memory.shares import Share
+from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
 from tahq.pipeline import gradient_sum
 from tahq.pipeline.boundary import Boundary, CutIdentity
 from tahq.pipeline.gradient_sum import GradientSum, SumCodecs, sum_codec
@@ -40,11 +42,12 @@ class Wire:
         return frame
 
 
-def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, gives_up=(), owners=None):
+def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, gives_up=(), shares=None, earlier=None):
     """Every replica's gradients after the sum; `gradients` by replica, `spec_of` the codec of shards of a pair.
 
-    Only those `computing` have gradients; where one `gives_up`, None. With `owners`, by parameter, every replica's
-    weights after these have added the sums to them.
+    Only those `computing` have gradients; where one `gives_up`, None. With `shares`, by parameter, every replica's
+    weights after their owners have added the sums of two equal steps to them. `earlier`: by replica, gradients of
+    earlier micro-batches.
     """
     count, wire = len(gradients), WireConfig()
     queues = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
@@ -61,31 +64,36 @@ def all_reduce(gradients, spec_of, of_sums, *, stored=False, computing=None, giv
             if other != rank
         }
         computes = computing is None or rank in computing
-        for parameter, gradient in zip(parameters[rank], gradients[rank], strict=True):
+        for parameter in parameters[rank]:
             if stored:
                 store_gradient(parameter)
-            if not computes:
-                continue
-            parameter.grad = gradient.clone()
-            if stored:
-                fold_gradient(parameter)
         half = len(parameters[rank]) // 2
-        divided = {0: owners[:half], 1: owners[half:]} if owners else None
-        sums = GradientSum({0: parameters[rank][:half], 1: parameters[rank][half:]}, rank, boundaries, 1, 3, divided)
+        halves = {0: slice(half), 1: slice(half, None)}
+        chunks = {chunk: parameters[rank][each] for chunk, each in halves.items()}
+        divided = {chunk: shares[each] for chunk, each in halves.items()} if shares else None
+        sums = GradientSum(chunks, rank, boundaries, 1, 3, divided)
         if computing is not None:
             sums.use(computing)
-        sums.post(5)
-        for chunk in (1, 0) if computes else ():
-            sums.open(5, chunk, send)
-            sums.close(is_void=rank in gives_up)
-        is_done = sums.finish(5, is_void=rank in gives_up)
-        for parameter, owner in zip(parameters[rank], owners or (), strict=owners is not None):
-            gradient = gradient_of(parameter)
-            assert (gradient is None) == (owner != rank)
-            parameter.data.add_(gradient if owner == rank else torch.nan)
-        sums.gather_weights(5)
+        micro_batches = [*(earlier[rank] if earlier else ()), gradients[rank]] if computes else []
+        for step in (5, 6) if shares else (5,):
+            sums.post(step, len(micro_batches))
+            for number, of_micro_batch in enumerate(micro_batches, start=1):
+                for chunk in (1, 0):
+                    sums.open(step, chunk, send, is_last=number == len(micro_batches))
+                    for parameter, gradient in zip(chunks[chunk], of_micro_batch[halves[chunk]], strict=True):
+                        (parameter * gradient).sum().backward()
+                    sums.close(is_void=rank in gives_up)
+                for parameter, share in zip(parameters[rank], shares or (), strict=shares is not None):
+                    assert share.owner == rank or not share.sums_alone or gradient_of(parameter) is None
+            is_done = sums.finish(step, is_void=rank in gives_up)
+            for parameter, share in zip(parameters[rank], shares or (), strict=shares is not None):
+                gradient = gradient_of(parameter)
+                assert (gradient is None) == (share.owner != rank)
+                parameter.data.add_(gradient if share.owner == rank else torch.nan)
+                drop_gradient(parameter)
+            sums.gather_weights(step)
         assert all(not boundary.transport._expected and not boundary._posted for boundary in boundaries.values())
-        if owners:
+        if shares:
             return [parameter.detach() for parameter in parameters[rank]]
         return [gradient_of(parameter) for parameter in parameters[rank]] if is_done else None
 
@@ -129,14 +137,55 @@ def test_every_replica_has_the_same_sums_of_any_sizes(count, sizes, bucket, spec
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(2, 4), st.lists(st.integers(1, 700), min_size=1, max_size=6), st.booleans())
 def test_owners_alone_have_the_sums_and_give_the_others_their_weights(data, count, sizes, stored):
-    gradients, owners = random_gradients(count, sizes), [data.draw(st.integers(0, count - 1)) for _ in sizes]
+    gradients, shares = random_gradients(count, sizes), [Share(data.draw(st.integers(0, count - 1))) for _ in sizes]
     whole = all_reduce(gradients, lambda a, b: FP32, FP32, stored=stored)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_sum, "BUCKET", data.draw(st.sampled_from([64, 300, 1 << 20])))
         patch.setattr(gradient_sum, "_TURNS_AHEAD", data.draw(st.integers(0, 3)))
-        found = all_reduce(gradients, lambda a, b: FP32, FP32, stored=stored, owners=owners)
+        found = all_reduce(gradients, lambda a, b: FP32, FP32, stored=stored, shares=shares)
     for replica in found:
-        assert all(torch.equal(weights, total) for weights, total in zip(replica, whole, strict=True))
+        assert all(torch.equal(weights, total + total) for weights, total in zip(replica, whole, strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.data(),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    st.sampled_from([FP32, BF16]),
+    st.booleans(),
+)
+def test_gradients_go_to_owners_that_sum_alone_once_per_micro_batch(data, count, num, sizes, spec, stored):
+    """The order is the documented one; others keep no sum in between (`all_reduce` asserts it)."""
+    shares = [Share(data.draw(st.integers(0, count - 1)), data.draw(st.booleans())) for _ in sizes]
+    micro_batches = [random_gradients(count, sizes, seed) for seed in range(num)]
+    earlier = [[each[replica] for each in micro_batches[:-1]] for replica in range(count)]
+    codec = sum_codec(spec, WireConfig())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sum, "BUCKET", data.draw(st.sampled_from([64, 300, 1 << 20])))
+        found = all_reduce(micro_batches[-1], lambda a, b: spec, FP32, stored=stored, shares=shares, earlier=earlier)
+    assert all(torch.equal(one, other) for replica in found for one, other in zip(replica, found[0], strict=True))
+    for index, (share, size) in enumerate(zip(shares, sizes, strict=True)):
+        if not share.sums_alone:
+            continue
+        total = Parameter(torch.zeros(size))
+        if stored:
+            store_gradient(total)
+        for of_replicas in micro_batches:
+            for replica in sorted(range(count), key=lambda replica: replica != share.owner):
+                gradient = of_replicas[replica][index]
+                if replica != share.owner:
+                    gradient = gradient if not stored else rounded(gradient)
+                    gradient = codec.decode(codec.encode(gradient), gradient.shape)
+                (total * gradient).sum().backward()
+        summed = gradient_of(total)
+        assert torch.equal(found[0][index], summed + summed)
+
+
+def rounded(gradient):
+    """To 8 bits in blocks, as gradients are stored."""
+    return dequantize_blocks(quantize_blocks(gradient, 8, torch.float32), gradient.shape)
 
 
 def test_near_replicas_send_shards_uncompressed_and_all_take_the_same_sums():

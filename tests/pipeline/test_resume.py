@@ -70,6 +70,7 @@ EXACT = [
     {"pipeline.balance": "counted"},
     {"memory.shard": ["optimizer"]},
     ({"pipeline.replicas": 2, "wire.all_reduce": "raw"}, {"memory.shard": ["optimizer"]}),
+    {"memory.shard": ["optimizer", "gradients"]},
     {"pipeline.first": {"schedule": "zero-bubble", "in_flight": [4, 3, 2, 1]}},
 ]
 INEXACT = [
@@ -77,6 +78,7 @@ INEXACT = [
     {"memory.gradients": "bf16"},
     {"memory.residual": "bf16"},
     ({"pipeline.replicas": 2}, {"memory.shard": ["optimizer"]}),
+    ({"pipeline.replicas": 2, "wire.all_reduce": "raw"}, {"memory.shard": ["optimizer", "gradients"]}),
     (
         {"pipeline.replicas": 2, "wire.all_reduce": "raw", "wire.all_reduce_inside": "fp8"},
         {"memory.shard": ["optimizer"]},

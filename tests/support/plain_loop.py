@@ -8,6 +8,7 @@ the optimizer's step are written out here. With `wire`, the codec is inserted wh
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch.nn import functional
@@ -20,12 +21,12 @@ from tahq.data.tokenizer import load_tokenizer
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.fp8_products import use_fp8_products
+from tahq.memory.shares import Share, shares_of
 from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.boundary import codec_key
-from tahq.pipeline.optimizer import owners
 from tahq.pipeline.update import learning_rate
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
@@ -146,16 +147,28 @@ def train_plainly(config: ClusterConfig, *, cut: bool = False) -> PlainRun:
 def _accumulate(model: PlainModel, batch, step: int) -> float:
     replicas, sums, of_replicas = model.config.pipeline.replicas, [], []
     parameters = list(model.parameters().values())
+    of_micro_batches: list[list[dict]] = [[] for _ in range(replicas)]
     for replica in range(replicas):
         count = model.config.training.num_micro_batches // replicas
-        sums += [_micro_batch(model, batch, step, replica, index, replica * count + index) for index in range(count)]
-        of_replicas.append({p: p.grad for p in parameters})
+        for index in range(count):
+            sums.append(_micro_batch(model, batch, step, replica, index, replica * count + index))
+            if "gradients" in model.config.shards:
+                of_micro_batches[replica].append({p: p.grad for p in parameters})
+                for parameter in parameters:
+                    parameter.grad = None
+        last = {p: p.grad for p in parameters}
+        of_replicas.append(_added(of_micro_batches[replica]) if of_micro_batches[replica] else last)
         for parameter in parameters if replica < replicas - 1 else ():
             parameter.grad = None
     if replicas > 1:
         for part in model.slices:
-            _all_reduce(model.config, list(part.canonical_parameters().values()), of_replicas)
+            _all_reduce(model.config, part, of_replicas, of_micro_batches)
     return math.fsum(sums) / batch.num_tokens
+
+
+def _added(gradients: list[dict]) -> dict:
+    """Sums, the first two terms first."""
+    return {p: reduce(torch.add, [each[p] for each in gradients]) for p in gradients[0]}
 
 
 def _micro_batch(model: PlainModel, batch, step: int, replica: int, index: int, number: int) -> float:
@@ -181,13 +194,22 @@ def _in_fp8(x: torch.Tensor) -> torch.Tensor:
     return dequantize_blocks(quantize_blocks(x, 8, torch.float32), x.shape)
 
 
-def _all_reduce(config: ClusterConfig, parameters: list, of_replicas: list[dict]) -> None:
+def _all_reduce(
+    config: ClusterConfig, part: ModelSlice, of_replicas: list[dict], of_micro_batches: list[list[dict]]
+) -> None:
     """The sums of a stage's gradients, as AGoQ §5 has it: shards in 8 bits, sums in fp32, their results in 8 bits."""
+    parameters = list(part.canonical_parameters().values())
     # workers of one machine are one site
     spec = config.wire.all_reduce_inside or config.wire.all_reduce
     coded = _in_fp8 if spec == "fp8" else lambda x: x
-    if config.optimizer_shares > 1:
-        _reduce_to_owners(parameters, of_replicas, coded)
+    if config.shards:
+        shapes = {name: p.shape for name, p in part.canonical_parameters().items()}
+        shares = shares_of(part.spec, shapes, config.pipeline.replicas, config.shards).values()
+        for share in set(shares):
+            owned = [p for p, its_share in zip(parameters, shares, strict=True) if its_share == share]
+            _reduce_to_owner(
+                owned, share, of_micro_batches if share.sums_alone else [[each] for each in of_replicas], coded
+            )
         return
     flat = [torch.cat([grads[p].flatten() for p in parameters]) for grads in of_replicas]
     blocks = -(-flat[0].numel() // 128)
@@ -206,12 +228,19 @@ def _all_reduce(config: ClusterConfig, parameters: list, of_replicas: list[dict]
         parameter.grad = _in_fp8(whole) if config.memory.gradients == "fp8" else whole
 
 
-def _reduce_to_owners(parameters: list, of_replicas: list[dict], coded: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Of a stage whose replicas update a share of the parameters each: sums are rounded no more."""
-    of_parameter = owners([tuple(p.shape) for p in parameters], len(of_replicas))
-    for owner in range(len(of_replicas)):
-        owned = [p for p, its_owner in zip(parameters, of_parameter, strict=True) if its_owner == owner]
-        flat = [torch.cat([grads[p].flatten() for p in owned]) for grads in of_replicas]
-        total = sum(part if replica == owner else coded(part) for replica, part in enumerate(flat))
-        for parameter, gradient in zip(owned, total.split([p.numel() for p in owned]), strict=True):
-            parameter.grad = gradient.view(parameter.shape).clone()
+def _reduce_to_owner(
+    owned: list, share: Share, gradients: list[list[dict]], coded: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Of what one replica updates: sums are rounded no more. `gradients`: by replica, terms that it sends one by one.
+
+    In the order of replicas; where the owner alone sums, its own comes first.
+    """
+    replicas, total = range(len(gradients)), None
+    order = sorted(replicas, key=lambda replica: replica != share.owner) if share.sums_alone else replicas
+    for number in range(len(gradients[0])):
+        for replica in order:
+            flat = torch.cat([gradients[replica][number][p].flatten() for p in owned])
+            term = flat if replica == share.owner else coded(flat)
+            total = term if total is None else total + term
+    for parameter, gradient in zip(owned, total.split([p.numel() for p in owned]), strict=True):
+        parameter.grad = gradient.view(parameter.shape).clone()

@@ -13,7 +13,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import computes_in_bf16, kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
 from tahq.memory.config import Offload, Recompute
-from tahq.memory.estimate import StepNumbers, fp32_gradient, keeps_copies, on_host, stage_memory
+from tahq.memory.estimate import StepNumbers, divided_nbytes, fp32_gradient, keeps_copies, on_host, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
     MicroBatchShape,
@@ -75,10 +75,11 @@ def problem_of(
 ) -> PlanProblem:
     """The planner's problem of a resolved configuration; UserError for an unknown codec or schedule.
 
-    `shares`: replicas of this plan that divide the optimizer states (`ClusterConfig.optimizer_shares`).
+    `shares`: replicas of this plan that divide the optimizer states (`ClusterConfig.optimizer_shares`); above 1 no
+    offload is chosen.
     """
     schedules = _schedules(config, choices.schedules)
-    splits, may_offload = "zero-bubble" in schedules, offloads(config, cluster)
+    splits, may_offload = "zero-bubble" in schedules, shares == 1 and offloads(config, cluster)
     return PlanProblem(
         model=model_numbers(config, spec, splits_backward=splits, shares=shares, offloads=may_offload),
         cluster=cluster,
@@ -242,7 +243,8 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, sh
     """Bytes of weights, their copies and FP8 codes, gradients and optimizer states, on device and host."""
     device = _device(config)
     shape = micro_batch_shape(config, spec, 1, device=device)
-    if shape.recompute == "block" and not keeps_copies(config.memory.offload_of()):
+    lends = shares > 1 and "weights" in config.memory.shard
+    if shape.recompute == "block" and not (lends or keeps_copies(config.memory.offload_of())):
         shape = replace(shape, copies_weights=False, copies_head=False)  # each micro-batch makes its own, see `_held`
     numbers = replace(
         _offload_numbers(config, shape),
@@ -253,7 +255,9 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, sh
         gradients=config.memory.gradients,
     )
     memory = stage_memory(spec, blocks, numbers)
-    return memory.weights + memory.gradients + memory.optimizer / shares, float(memory.host_total)
+    divided = memory.optimizer + divided_nbytes(spec, blocks, replace(numbers, shards=config.memory.shard))
+    whole = memory.weights + memory.gradients + memory.optimizer
+    return whole - divided * (1 - 1 / shares), float(memory.host_total)
 
 
 def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbers:

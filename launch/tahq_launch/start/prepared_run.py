@@ -169,6 +169,7 @@ def _coordinator_options(
         replicas=config.pipeline.replicas,
         replicas_wait_s=config.pipeline.replicas_wait,
         shares_updates=config.optimizer_shares > 1,
+        shares_weights="weights" in config.shards,
         recorded_replicas=recorded_replicas(config),
         run_id=origin.run_id,
         run_folder=folder.path,

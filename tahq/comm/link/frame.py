@@ -24,6 +24,8 @@ class Purpose(IntEnum):
     TIE = 3
     SUM = 4
     """A part of the gradients that replicas sum."""
+    WEIGHTS = 5
+    """Weights that replicas lend each other to train; to evaluate, such frames have the purpose of the evaluation."""
 
 
 EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)

@@ -41,8 +41,8 @@ def memory_for(device: torch.device) -> Allocate:
     return pinned
 
 
-_MAX_CONSUMED = 16_384
-"""Delivered ids that are remembered: many steps' worth, at about 200 bytes per id."""
+_MAX_CONSUMED = 131_072
+"""Delivered ids that are remembered, at about 200 bytes per id: a step's, and more where steps have few frames."""
 
 
 class _Assembly:

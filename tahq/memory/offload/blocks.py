@@ -1,9 +1,10 @@
 """Blocks whose weights and kept residual stream are in host memory, and on the device while they compute.
 
 Weights arrive one block ahead, in the forward pass and in the backward pass, and leave when another block needs the
-room, so two blocks' are there at a time. The residual stream leaves behind a block's forward pass and returns one block
-ahead of its backward pass; what refers to it then, autograd and the stage, finds it where it was. A split backward may
-recompute norms from it again for the gradients of weights, so it does not leave a second time.
+room, so two blocks' are there at a time. Other replicas may lend them instead (`pipeline/weight_loans.py`). The
+residual stream leaves behind a block's forward pass and returns one block ahead of its backward pass; what refers to it
+then, autograd and the stage, finds it where it was. A split backward may recompute norms from it again for the
+gradients of weights, so it does not leave a second time.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +17,7 @@ from torch import nn
 from tahq.memory.agoq.stored_inputs import is_norm
 from tahq.memory.config import Offload
 from tahq.memory.offload.host_memory import HostMemory, Offloaded
-from tahq.memory.offload.host_part import HostPart, copy_for_products, filled_weight, host_part
+from tahq.memory.offload.host_part import HostPart, copy_for_products, filled_weight, host_part, is_here
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -51,7 +52,8 @@ def build_offloaded_slice(
     )
     if weights:
         parameters = module.canonical_parameters()
-        fill_weights(spec, {name: filled_weight(each) for name, each in parameters.items()}, seed, filled)
+        here = {name: filled_weight(each) for name, each in parameters.items() if is_here(each)}
+        fill_weights(spec, here, seed, filled)
         copy_for_products(parameters.values())
     return module
 
@@ -69,16 +71,21 @@ def offload_blocks(module: ModelSlice, which: Collection[Offload], memory: HostM
     module.around_block = BlockOffload(module, which, memory)
 
 
+def _lent(block: nn.Module) -> list[Any]:
+    """What fetches, waits for and releases what products read of a block, if the host has it, or another replica."""
+    if hasattr(block, "shared"):
+        return [block.shared]
+    parts = [part for each in block.parameters() if (part := host_part(each)) is not None]
+    return [part.product for part in parts if part.product is not None]
+
+
 class BlockOffload:
-    """Computes the blocks of one slice with what is offloaded: its `around_block`."""
+    """Computes the blocks of one slice with what is offloaded, or shared: its `around_block`."""
 
     def __init__(self, module: ModelSlice, which: Collection[Offload], memory: HostMemory) -> None:
         self._memory = memory
         blocks = list(module.blocks())
-        self._products = [
-            [part.product for each in block.parameters() if (part := host_part(each)) is not None and part.product]
-            for block in blocks
-        ]
+        self._products = list(map(_lent, blocks))
         self._keeps_stream = "residual" in which
         self._kept: Kept = {}
         self._inner: list[torch.Tensor] = []

@@ -91,10 +91,17 @@ class HostPart:
         self.copy: torch.Tensor | None = None
         self.product: Offloaded | None = self.values
         """What products read, where it is on the host."""
+        self.is_here = True
+        """Whether this process has the values; else another replica lends them (`pipeline/weight_loans.py`)."""
         if reads_copies and ("master" in which or "weights" in which):
-            self.copy = torch.empty(parameter.shape, dtype=COPIED, device=parameter.device)
-            parameter.product_copy = self.copy  # type: ignore[attr-defined]
-            self.product = self._away(self.copy) if "weights" in which else None
+            copy = self.add_copy(parameter)
+            self.product = self._away(copy) if "weights" in which else None
+
+    def add_copy(self, parameter: Parameter) -> torch.Tensor:
+        """Make room for the copy that products read."""
+        self.copy = torch.empty(parameter.shape, dtype=COPIED, device=parameter.device)
+        parameter.product_copy = self.copy  # type: ignore[attr-defined]
+        return self.copy
 
     def _away(self, tensor: torch.Tensor) -> Offloaded:
         item = self._memory.place_for(tensor)
@@ -178,9 +185,16 @@ def filled_weight(parameter: Parameter) -> FilledWeight:
     return parameter if part is None or part.values is None else part.values
 
 
+def is_here(parameter: Parameter) -> bool:
+    """Whether this process has a parameter's values."""
+    part = host_part(parameter)
+    return part is None or part.is_here
+
+
 @torch.no_grad()
 def copy_for_products(parameters: Iterable[Parameter]) -> None:
     """Make the copies that products read, where they are kept, after the parameters have changed."""
-    pairs = [(each, part) for each in parameters if (part := host_part(each)) is not None and part.copy is not None]
+    copied = ((each, part) for each in parameters if (part := host_part(each)) is not None and part.copy is not None)
+    pairs = [(parameter, part) for parameter, part in copied if part.is_here]
     for _, (parameter, part) in zip(lent(part.loans_of_copy() for _, part in pairs), pairs, strict=True):
         part.make_copy(parameter)

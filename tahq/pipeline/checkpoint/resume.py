@@ -195,6 +195,13 @@ def _sums_exactly(config: Config) -> bool:
     return is_exact or _get(config, "pipeline.replicas") == 1
 
 
+def _sharding(config: Config) -> set[str]:
+    """What of `memory.shard` has an effect on sums over replicas."""
+    if _get(config, "pipeline.replicas") == 1:
+        return set()
+    return {*_get(config, "memory.shard")} - ({"optimizer", "weights"} if _sums_exactly(config) else {"weights"})
+
+
 def _forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
     """The samples that AQ-SGD forgets, for the user: a cut at the same block keeps them if they keep their length."""
     before, after = (any(isinstance(s, AqsgdSpec) and s.has_cache for s in _codecs(config)) for config in (old, new))
@@ -365,11 +372,8 @@ RULES: Mapping[str, KeyRule] = {
     "memory.attention_chunks": KeyRule(Verdict.EXACT, "a head is computed by itself"),
     "memory.shard": KeyRule(
         Verdict.INEXACT,
-        "sums over replicas are rounded once by owners of parameters, else twice",
-        (
-            lambda old, new: all(not _get(each, "memory.shard") or _sums_exactly(each) for each in (old, new)),
-            "sums over replicas are not rounded",
-        ),
+        "owners of parameters round sums over replicas once, not twice, or add gradients in another order",
+        (lambda old, new: _sharding(old) == _sharding(new), "sums over replicas have the same bits"),
     ),
     "memory.agoq": KeyRule(Verdict.INEXACT, "stored activations are rounded differently", _IS_NOT_AGOQ),
     "memory.agoq.rounding": KeyRule(Verdict.EXACT, "a resumed run keeps its bits"),
