@@ -122,7 +122,7 @@ class StageNeeds:
             self._memory - self.fixed_nbytes(layers), self._in_flight_nbytes(layers), self._most_put_off
         )  # fmt: skip
         few = whole_quotient(free, held + put_off)
-        fit = np.where(few <= most, few, whole_quotient(free - most * put_off, held))
+        fit = np.where(few < most, few, whole_quotient(free - most * put_off, held))
         on_host = self._hosts.host_memory - self.host_nbytes(layers, np.zeros_like(layers))
         fit = np.minimum(fit, whole_quotient(on_host, layers * self._held.streamed))
         limits: Array = np.clip(fit, 0, self._hosts.num_micro_batches)

@@ -179,6 +179,26 @@ class StageCosts:
             depths=depths,
         )
 
+    def likely_s(self, layers: Array, depths: Array, *, split: bool) -> Array:
+        """Seconds by which divisions, [N, P], are ranked: the bound with one option for each stage, and the updates.
+
+        With room for one micro-batch in flight each has its fastest option, or that with the shortest update; the
+        faster of both.
+        """
+        if len(self.needs) == 1:
+            return np.zeros(len(layers))
+        fits = np.array([needs.fits(layers, np.ones_like(layers)) for needs in self.needs])
+        rows = [needs.times(layers) for needs in self.needs]
+        compute = np.array([self.num_micro_batches * (each.forward + each.backward) for each in rows])
+        update = np.array([needs.update_s(layers) for needs in self.needs])
+        found = []
+        for weight in (1.0, 1e3):
+            options = np.argmin(np.where(fits, compute + weight * update, math.inf), axis=0)
+            step = self.step_seconds(layers, depths, split=split, options=options)
+            found.append(step_bound(step) + _picked([*update], options).max(axis=-1))
+        likely: Array = np.min(found, axis=0)
+        return likely
+
     def update_s(self, layers: Array, options: Numbers) -> float:
         """Seconds of the slowest stage's copies of an update."""
         return float(_picked([needs.update_s(layers) for needs in self.needs], options).max())
@@ -200,6 +220,11 @@ class StageCosts:
         most = np.max([needs.depths(layers) for needs in usable], axis=0) if usable else np.zeros_like(layers)
         limits: Array = np.minimum.accumulate(most, axis=-1)
         return limits
+
+    def depths_by_option(self, layers: Array) -> list[Array]:
+        """The limits of each option alone where it fits, if there are several."""
+        found = [np.minimum.accumulate(needs.depths(layers)) for needs in self.needs]
+        return [each for each in found if each[-1] >= 1] if len(found) > 1 else []
 
     def _direction(self, number: int, codecs: Sequence[str], ends: tuple[Array, Array]) -> DirectionSeconds:
         table, size, (sources, targets) = self.table, self.micro_batch, ends
@@ -253,7 +278,7 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
     The schedule's own, P − r; what covers a round trip, that is, from a forward to its gradient's return at the pace of
     the slowest resource, and a little more; steeper ones, 1 + c·(P − 1 − r), which let the last stage begin its
     backwards while activations still come in slowly; all that memory holds, and the same with fewer on the last stage,
-    for slow links. A stage may never have fewer micro-batches in flight than the one after it, or both would wait for
+    for slow links; what each memory option holds, as a faster one may hold less. A stage may never have fewer micro-batches in flight than the one after it, or both would wait for
     each other.
     """
     blocks = np.array(layers, dtype=float)
@@ -276,7 +301,7 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
     most = (stages.num_micro_batches - 1) / max(1, len(blocks) - 1)
     steep = [1 + np.ceil(slope * later) for slope in (1, 2, (1 + most) / 2, most)]
     flat = [np.where(later > 0, np.inf, each) for each in (*np.ceil(last), np.inf)]
-    return _capped([*steep, *_covering(stages, blocks), *flat], limits)
+    return _capped([*steep, *_covering(stages, blocks), *flat, *stages.depths_by_option(blocks)], limits)
 
 
 def _capped(profiles: Sequence[Array], limits: Array) -> tuple[Depths, ...]:
@@ -310,7 +335,8 @@ def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: boo
     if not len(layers):
         return []
     bounds_s = step_bound(stages.step_seconds(layers, depths, split=split))
-    return [(layers[index], float(bounds_s[index])) for index in np.argsort(bounds_s, kind="stable")[:keep]]
+    likely_s = stages.likely_s(layers, depths, split=split)
+    return [(layers[index], float(bounds_s[index])) for index in np.lexsort((bounds_s, likely_s))[:keep]]
 
 
 @cache
