@@ -107,6 +107,16 @@ def test_shares_of_the_peak_are_those_that_llmq_prints(size, precision, tokens_p
 
 
 @pytest.mark.acceptance
+def test_memory_options_are_within_three_percent_of_all_choices(tmp_path):
+    out = tmp_path / "table.md"
+    command = [sys.executable, str(BENCHMARKS / "bench_memory_plans.py"), "--problems", "8", "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    (row,) = (line.split("|") for line in out.read_text().splitlines() if line.startswith("| 8 |"))
+    assert float(row[4].strip(" %")) <= 3.0
+
+
+@pytest.mark.acceptance
 def test_benchmark_of_models_measures_every_variant(tmp_path):
     out = tmp_path / "table.md"
     options = ["--small", "--device", "cpu", "--variants", *bench_models.VARIANTS, "--output", str(out)]

@@ -17,7 +17,7 @@ from tahq.errors import UserError
 from tahq.pipeline.schedule.generators import generate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
-from tahq.plan.prediction import predict, step_time_s
+from tahq.plan.prediction import Prediction, predict, step_time_s
 from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PipelinePlan, PlanProblem
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import Simulations
@@ -59,6 +59,42 @@ def test_progress_rises_from_none_to_all(num_hosts, max_replicas):
     assert shares == sorted(shares)
     assert shares[0] < 0.1
     assert 0.5 < shares[-1] <= 1
+
+
+# -- memory options ------------------------------------------------------------------------------
+
+RECOMPUTED = MemoryOption({1: HeldBytes(block=10.0)}, block_nbytes=1e6, repeated=1.0, splits=False, recompute="block")
+OFFLOADED = MemoryOption(
+    {1: HeldBytes(block=4e5)}, block_nbytes=2e5, host_block_nbytes=8e5, updated=8e5, offload=("m", "v")
+)
+
+
+def on_one_gpu(*, memory=2_400_000, link=1e9, host_memory=None, count=4) -> Prediction:
+    """Two blocks of 1 MB that keep 0.4 MB of a micro-batch, and 0.01 + 0.02 s for a block."""
+    options = (MemoryOption({1: HeldBytes(block=4e5)}, block_nbytes=1e6), RECOMPUTED, OFFLOADED)
+    gpu = host("gpu", memory=memory, host_memory=host_memory, host_link=link)
+    return plan(PlanProblem(ModelNumbers(2, 64, 64, count, options), cluster(gpu), num_stages=1)).best
+
+
+def test_nothing_is_recomputed_or_offloaded_where_there_is_room():
+    assert [each.recompute for each in on_one_gpu(memory=10**7).options] == ["none"]
+    assert on_one_gpu(memory=10**7).step_s == pytest.approx(4 * 0.06)
+
+
+def test_update_of_what_is_offloaded_is_weighed_against_recomputation():
+    # 1.6 MB each way in 12.8 ms of a step of four micro-batches, against 20 ms for each of these
+    assert on_one_gpu().options == (OFFLOADED,)
+    assert on_one_gpu().step_s == pytest.approx(4 * 0.06 + 0.0128)
+    assert on_one_gpu(link=1e8).options == (RECOMPUTED,)
+    assert on_one_gpu(link=1e8).step_s == pytest.approx(4 * 0.08)
+
+
+def test_nothing_is_offloaded_to_a_host_without_room_or_over_an_unknown_link():
+    assert on_one_gpu(host_memory=1_500_000).options == (RECOMPUTED,)
+    assert on_one_gpu(link=None).options == (RECOMPUTED,)
+    assert on_one_gpu(memory=1_300_000, host_memory=2_000_000).options == (OFFLOADED,)
+    with pytest.raises(UserError, match="has the memory for a stage of one block"):
+        on_one_gpu(memory=300_000)
 
 
 # -- plain answers -------------------------------------------------------------------------------

@@ -278,8 +278,8 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
     The schedule's own, P − r; what covers a round trip, that is, from a forward to its gradient's return at the pace of
     the slowest resource, and a little more; steeper ones, 1 + c·(P − 1 − r), which let the last stage begin its
     backwards while activations still come in slowly; all that memory holds, and the same with fewer on the last stage,
-    for slow links; what each memory option holds, as a faster one may hold less. A stage may never have fewer micro-batches in flight than the one after it, or both would wait for
-    each other.
+    for slow links; what each memory option holds, as a faster one may hold less. A stage may never have fewer
+    micro-batches in flight than the one after it, or both would wait for each other.
     """
     blocks = np.array(layers, dtype=float)
     limits = stages.depth_limits(blocks, split=schedule == "zero-bubble")
