@@ -49,7 +49,7 @@ class MemoryOption:
     `host_last_nbytes` those in host memory. Bytes of a block that are copied: `fetched`, its weights, for every forward
     and backward pass; `exchanged`, its gradients, to the device and back for every backward pass; `updated`, each way
     for every update, as what the ends have there. `repeated`: share of a block's forward that its backward computes
-    again. `splits`: whether zero-bubble may use it.
+    again. `splits`: whether zero-bubble may use it. `stages`: those that have it, because they are set; None: any may.
     """
 
     held: Mapping[int, HeldBytes]
@@ -66,6 +66,7 @@ class MemoryOption:
     splits: bool = True
     recompute: Recompute = "none"
     offload: tuple[Offload, ...] = ()
+    stages: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

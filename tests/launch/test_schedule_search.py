@@ -11,7 +11,7 @@ from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StepR
 from tahq.coordinator.schedule_choice import ScheduleChoice
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.schedule_search import schedule_search
-from tahq_launch.start.resolution import resolve_for_run
+from tahq_launch.start.prepared_run import resolved_run
 
 STAGES, MICRO_BATCHES = 4, 8
 PRESENT = ScheduleChoice("1f1b")
@@ -20,7 +20,7 @@ NO_LIMIT = [0] * STAGES
 
 def config(pipeline=None, training=None, **sections):
     given = tiny(training={"global_batch": MICRO_BATCHES, "micro_batch": 1, **(training or {})}, **sections)
-    return resolve_for_run(ClusterConfig.model_validate(given | {"pipeline": {"stages": STAGES, **(pipeline or {})}}))
+    return resolved_run(ClusterConfig.model_validate(given | {"pipeline": {"stages": STAGES, **(pipeline or {})}}))
 
 
 def step(forward_s=0.07, backward_s=0.15, round_trip_s=0.0, wire_s=0.0):
@@ -109,10 +109,11 @@ def test_nothing_is_proposed_where_nothing_fits(pipeline):
 @given(
     st.lists(st.integers(1, 30), min_size=STAGES, max_size=STAGES),
     st.sampled_from([{"rate": "1mbit"}, {"delay": "100ms"}, {}]),
+    st.sampled_from([{}, {"recompute": ["block", "none", "norm", "none"], "offload": [["m", "v"], [], [], ["v"]]}]),
 )
-def test_what_is_proposed_fits_wherever_one_micro_batch_does(room, links):
+def test_what_is_proposed_fits_wherever_one_micro_batch_does(room, links, memory):
     """`room`: quarters of a micro-batch in flight that fit beside what one needs."""
-    given = config(links=links)
+    given = config(links=links, memory=memory)
     spec = resolved_spec(given, None)
 
     def nbytes(choice):
@@ -123,7 +124,7 @@ def test_what_is_proposed_fits_wherever_one_micro_batch_does(room, links):
         return [stage_estimate(changed, spec, stage, device="cpu").total for stage in range(STAGES)]
 
     one, two = nbytes(ScheduleChoice("1f1b", (1,) * STAGES)), nbytes(ScheduleChoice("1f1b", (2,) * STAGES))
-    memory = [a + quarters * (b - a) // 4 for a, b, quarters in zip(one, two, room, strict=True)]
-    found = schedule_search(given)([step()], PRESENT, memory)
+    limits = [a + quarters * (b - a) // 4 for a, b, quarters in zip(one, two, room, strict=True)]
+    found = schedule_search(given)([step()], PRESENT, limits)
     if found.choice != PRESENT and found.choice.depths != (4, 3, 2, 1):
-        assert all(need <= 1.02 * has for need, has in zip(nbytes(found.choice), memory, strict=True))
+        assert all(need <= 1.02 * has for need, has in zip(nbytes(found.choice), limits, strict=True))

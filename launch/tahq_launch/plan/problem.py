@@ -145,10 +145,10 @@ def model_numbers(
     `offloads`: whether `memory.offload` may be chosen.
     """
     is_open = config.memory.recompute == "auto"
-    every = [
-        _memory_option(each, spec, is_open=is_open, splits_backward=splits_backward, shares=shares)
-        for each in memory_choices(config, offloads=offloads)
-    ]
+    every = []
+    for each in _memory_choices(config, offloads=offloads):
+        option = _memory_option(each, spec, is_open=is_open, splits_backward=splits_backward, shares=shares)
+        every.append(replace(option, stages=_stages(config, each)))
     some = BlockRange(*((1, 2, 3) if spec.num_layers > 2 else (0, 1, 1)))
     return ModelNumbers(
         num_layers=spec.num_layers,
@@ -165,15 +165,15 @@ def offloads(config: ClusterConfig, cluster: ClusterNumbers) -> bool:
     return _device(config) == "cuda" and any(host.host_link for host in cluster.hosts)
 
 
-def memory_choices(config: ClusterConfig, *, offloads: bool) -> Iterator[ClusterConfig]:
+def _memory_choices(config: ClusterConfig, *, offloads: bool) -> Iterator[ClusterConfig]:
     """The configuration with each choice of what is open of `memory.recompute` and `memory.offload`, that which
-    costs no time first; of those that the rest of it allows."""
+    costs no time first; of those that the rest of it allows. Of lists by stage, with each of their entries."""
     memory = config.memory
-    levels: list[Any] = [memory.recompute]
+    levels: list[Any] = [*dict.fromkeys(memory.recompute)] if _is_by_stage(config)[0] else [memory.recompute]
     if memory.recompute == "auto":
         levels = list(REPEATED["cpu"]) if memory.activations == "none" else ["none", "block"]
         levels = levels if config.model.sleep is None else ["none"]
-    sets: list[Any] = [memory.offload]
+    sets: list[Any] = [*dict.fromkeys(memory.offload)] if _is_by_stage(config)[1] else [memory.offload]
     if memory.offload == "auto":
         sets = list(OFFLOADED) if offloads else [()]
     for offload, level in product(sets, levels):
@@ -183,6 +183,25 @@ def memory_choices(config: ClusterConfig, *, offloads: bool) -> Iterator[Cluster
             each = config.model_copy(update={"memory": changed})
             if not which or _is_allowed(each):
                 yield each
+
+
+def _is_by_stage(config: ClusterConfig) -> tuple[bool, bool]:
+    """Whether `memory.recompute` and `memory.offload` are lists with an entry for each stage."""
+    memory = config.memory
+    return isinstance(memory.recompute, list), any(isinstance(each, tuple) for each in memory.offload)
+
+
+def _stages(config: ClusterConfig, choice: ClusterConfig) -> tuple[int, ...] | None:
+    """Those for which lists by stage have this choice; None: there are none."""
+    levels, sets = _is_by_stage(config)
+    if not (levels or sets):
+        return None
+    return tuple(
+        stage
+        for stage in range(config.pipeline.stages)
+        if (not levels or config.memory.recompute_of(stage) == choice.memory.recompute_of())
+        and (not sets or config.memory.offload_of(stage) == choice.memory.offload_of())
+    )
 
 
 def _is_allowed(config: ClusterConfig) -> bool:

@@ -197,9 +197,10 @@ def _sums_exactly(config: Config) -> bool:
 
 def _sharding(config: Config) -> set[str]:
     """What of `memory.shard` has an effect on sums over replicas."""
-    if _get(config, "pipeline.replicas") == 1:
+    shards = set(_get(config, "memory.shard") or ())
+    if not shards or _get(config, "pipeline.replicas") == 1:
         return set()
-    return {*_get(config, "memory.shard")} - ({"optimizer", "weights"} if _sums_exactly(config) else {"weights"})
+    return shards - ({"optimizer", "weights"} if _sums_exactly(config) else {"weights"})
 
 
 def _forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:

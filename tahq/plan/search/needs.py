@@ -53,13 +53,17 @@ class StageHosts:
 
 
 class StageNeeds:
-    """The needs of stages under one of some options; the only one is used even where copies were not measured."""
+    """The needs of stages under one of some options; one that is set is used even where copies were not measured."""
 
     def __init__(self, options: Sequence[MemoryOption], number: int, hosts: StageHosts) -> None:
-        option, is_only = options[number], len(options) == 1
+        option = options[number]
+        is_set = len(options) == 1 or option.stages is not None
         self.option, self._hosts, self._held = option, hosts, option.held[hosts.micro_batch]
         self._held_block = kept_by_block(options, number, hosts.micro_batch, hosts.held_block)
-        self._memory = np.where((hosts.link > 0) | (not option.offload) | is_only, hosts.memory, -1.0)
+        is_usable = (hosts.link > 0) | (not option.offload) | is_set
+        if option.stages is not None:
+            is_usable &= np.isin(np.arange(len(hosts.memory)), option.stages)
+        self._memory = np.where(is_usable, hosts.memory, -1.0)
         link = np.where(hosts.link > 0, hosts.link, np.inf)
         again = option.repeated * hosts.block.forward
         self._block = StageCompute(
