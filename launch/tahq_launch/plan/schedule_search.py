@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import with_memory_choices
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
 from tahq.models.costs import counted_costs
@@ -53,6 +54,7 @@ def measured_run(
     `step` has been measured under `present`; `memory` is in bytes by stage, 0: unknown.
     """
     spec = resolved_spec(config, None)
+    config = with_memory_choices(config, spec)  # a run keeps what its stages recompute and offload
     problem = problem_of(config, spec, _measured(config, spec, step, memory), PlanChoices())
     return ClusterTable(problem), _running(config, problem, step, present)
 
