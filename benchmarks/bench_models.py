@@ -18,8 +18,7 @@ own estimate, a later one if it ran out of memory. Keys given by `--set` replace
 Percentages are LLMQ's: per token 6·P FLOPs for P weights in the matrices of blocks, in FP8 or bf16; 6·V·C for the head
 and 6·L·S·H·D for attention (S²/2 pairs; a backward is twice a forward), both in bf16. Each is divided by the dense peak
 of H100 and H200 SXM, 1,979 or 989 TFLOP/s, and the sum of these times by the time taken. What is computed again does
-not count. 7B in fp32 takes 114 GiB without activations. `plain` did not fit at
-7b on an H200 of 141 GB, even with layers recomputed.
+not count. 7B in fp32 takes 114 GiB without activations: `plain` did not fit on an H200, even with layers recomputed.
 """
 
 import argparse

@@ -69,9 +69,8 @@ class StageNeeds:
         self._block = StageCompute(
             hosts.block.forward, hosts.block.backward + again, hosts.block.input_gradient + again
         )
-        arriving, leaving = option.fetched + self._held.streamed + option.exchanged, option.exchanged
         self._forward_copy_s = transmission_s(max(option.fetched, self._held.streamed), link)
-        self._backward_copy_s = transmission_s(max(arriving, leaving), link)
+        self._backward_copy_s = transmission_s(option.fetched + self._held.streamed + option.exchanged, link)
         self._update_s = transmission_s(option.updated, link)
         self._ends_update_s = transmission_s(
             hosts.first * option.host_first_nbytes + hosts.last * option.host_last_nbytes, link
