@@ -15,15 +15,17 @@ not run again. With dropout in attention there is no fused kernel, and `qkv` kee
 keyed, so loss and gradients have the bits of a backward that computes nothing again.
 
 On CUDA norms, SiLU(gate)·up and GELU by tanh are one kernel each, at every level (`agoq/stored_triton.py`). There only
-their inputs and outputs are kept, at levels that recompute them only the inputs. Rotary embedding is one kernel for Q
-and one for K (`rotary.py`). Gradients of weights are added to those of earlier micro-batches by the products that
-compute them, unrounded (`accumulate_product`).
+their inputs and outputs are kept, at levels that recompute them only the inputs. Additions to the residual stream are
+part of the norms' kernels, but for levels that checkpoint norms (`residual_stream.py`). Rotary embedding is one kernel
+for Q and one for K (`rotary.py`). Gradients of weights are added to those of earlier micro-batches by the products that
+compute them, unrounded (`accumulate_product`); so are those of one input by the products that take it.
 
 Source: LLMQ §3.1, Activation checkpointing.
 """
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ FUSED_ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
+APART = ("ffn", "qkv", "att")
+"""Levels that compute norms again together with what is behind them."""
 
 
 def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> None:
@@ -68,7 +72,10 @@ def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> No
             if on_cuda and fuses:
                 kept = [kind for kind in kinds if kind not in here]
                 store_inputs_of(layer, kept, None, **arguments, recomputes=False)
-        if level in ("ffn", "qkv", "att"):
+        if on_cuda and fuses and level not in APART:
+            fused = import_module("tahq.memory.residual_stream")  # needs triton
+            fused.fuse_residual(block, first, attention, second, mlp, recomputes="norms" in stored)
+        if level in APART:
             _checkpoint(second, mlp, module.random)
         if level in ("qkv", "att"):
             _checkpoint(first, attention, module.random, keeps_attention=level == "qkv")

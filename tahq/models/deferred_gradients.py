@@ -137,9 +137,41 @@ def product(
     recomputation = kept.expect() if kept is not None and weight.requires_grad else None
     tensors = () if kept is None or recomputation is None else kept.tensors
     y: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, deferred, transposed, recomputation, *tensors
+        x, weight, bias, deferred, transposed, recomputation, _InputGradient.of(x), *tensors
     )
     return y
+
+
+class _InputGradient:
+    """The gradient of a tensor by all products that take it; on CUDA each adds its own within the product.
+
+    The last one returns the sum, so a backward must reach all of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_expected = self._num_served = 0
+        self._total: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "_InputGradient":
+        """The one that all products of this tensor share."""
+        if torch._C._current_graph_task_id() >= 0:  # recomputation: its nodes have no backward
+            return cls()
+        shared: _InputGradient = getattr(x, "input_gradient", None) or cls()
+        shared.num_expected += 1
+        if x.is_cuda:
+            x.input_gradient = shared  # type: ignore[attr-defined]
+        return shared
+
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+        """Add left·right; the sum, if this was the last product's."""
+        total = self._total
+        self._total = left.mm(right) if total is None else torch.addmm(total, left, right, out=total)
+        self._num_served += 1
+        if self._num_served % self.num_expected:
+            return None
+        total, self._total = self._total, None
+        return total
 
 
 class _Recording(TorchFunctionMode):
@@ -191,6 +223,7 @@ class _Product(torch.autograd.Function):
         deferred: DeferredGradients | None,
         transposed: bool,
         recomputation: Recomputation | None,
+        of_input: _InputGradient,
         *kept: torch.Tensor,
     ) -> torch.Tensor:
         dtype = product_dtype(x)
@@ -198,7 +231,7 @@ class _Product(torch.autograd.Function):
         # The parameters themselves are kept: recomputation under checkpointing would save a copy without .grad.
         ctx.weight, ctx.bias, ctx.deferred, ctx.transposed = weight, bias, deferred, transposed
         ctx.dtype, ctx.input_dtype, ctx.shape, ctx.copies = dtype, x.dtype, x.shape, shared_copies()
-        ctx.recomputation = recomputation
+        ctx.recomputation, ctx.of_input = recomputation, of_input
         ctx.save_for_backward(*(kept or ((cast,) if weight.requires_grad else ())))
         matrix = cast_weight(weight, dtype, ctx.copies)
         if transposed:
@@ -224,12 +257,12 @@ class _Product(torch.autograd.Function):
             of_parameters()
         else:
             ctx.deferred.add(of_parameters)
-        nothing = (None,) * (5 + (0 if recomputation is None else len(tensors)))
+        nothing = (None,) * (6 + (0 if recomputation is None else len(tensors)))
         if not ctx.needs_input_grad[0]:
             return None, *nothing
         matrix = cast_weight(weight, dtype, ctx.copies)
-        of_input = gradient.mm(matrix if transposed else matrix.t())
-        return of_input.view(ctx.shape).to(ctx.input_dtype), *nothing
+        of_input = ctx.of_input.add(gradient, matrix if transposed else matrix.t())
+        return None if of_input is None else of_input.view(ctx.shape).to(ctx.input_dtype), *nothing
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:

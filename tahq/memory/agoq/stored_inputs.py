@@ -219,11 +219,18 @@ def _kept(layer: Layer, *inputs: torch.Tensor, recomputes: bool = True) -> torch
     result: torch.Tensor = _Stored.apply(  # type: ignore[no-untyped-call]
         layer, len(tensors), output, *tensors, *inputs, *layer.parameters
     )
+    let_recompute(result, layer, output, tensors, recomputes=recomputes)
+    return result
+
+
+def let_recompute(
+    result: torch.Tensor, layer: Layer, output: torch.Tensor, tensors: Sequence[torch.Tensor], *, recomputes: bool
+) -> None:
+    """Tell products that take a result, a layer's output with a graph, the maxima of it and what recomputes it."""
     if hasattr(output, "maxima"):
         result.maxima = output.maxima  # type: ignore[attr-defined]
     if recomputes:
         result.kept = _Kept(layer, tensors, is_exact=layer.is_exact)  # type: ignore[attr-defined]
-    return result
 
 
 class _Differentiated:

@@ -136,14 +136,19 @@ def _scaled(normalised, weight, bias, column, is_real, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def norm_forward_kernel(
-    x, weight, bias, y, codes, scales, maxima, channels, epsilon,
+    x, addend, weight, bias, y, codes, scales, maxima, channels, epsilon,
     CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, MAXIMA: tl.constexpr,
-    NATIVE: tl.constexpr, K: tl.constexpr,
+    ADDS: tl.constexpr, NATIVE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A row's codes, and the norm of the exact row."""
+    """A row's codes, and the norm of the exact row. ADDS, without bits: of x + addend, which is stored as `codes`."""
     block, column, is_block, is_real = _row(channels, K)
     row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * channels + column, mask=is_real, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(addend + row * channels + column, mask=is_real, other=0.0).to(tl.float32)
+        total = values.to(codes.dtype.element_ty)
+        tl.store(codes + row * channels + column, total, mask=is_real)
+        values = total.to(tl.float32)
     if BITS != 0:
         _store_blocks(values, codes, scales, row * (channels // 128) + block, is_block, K, BITS, LARGEST, NATIVE)
     normalised, _ = _normalised(values, is_real, channels, epsilon, CENTRED)
@@ -168,10 +173,14 @@ def norm_output_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def norm_backward_kernel(
-    gradient, codes, scales, weight, of_input, of_weight, of_bias, tokens, channels, epsilon,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, K: tl.constexpr,
+    gradient, past, codes, scales, weight, of_input, narrowed, of_weight, of_bias, tokens, channels, epsilon,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, ADDS: tl.constexpr, NARROWS: tl.constexpr,
+    NATIVE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Gradients at the decoded rows; each program takes a share of the rows, and its part of the parameters'."""
+    """Gradients at the decoded rows; each program takes a share of the rows, and its part of the parameters'.
+
+    ADDS: `of_input` has `past` added to it, after rounding; NARROWS: and is stored as `narrowed` as well.
+    """
     block, column, is_block, is_real = _row(channels, K)
     factor = tl.load(weight + column, mask=is_real, other=0.0).to(tl.float32)
     to_weight = tl.zeros([K, 128], tl.float32)
@@ -190,7 +199,12 @@ def norm_backward_kernel(
         if CENTRED:
             inner -= tl.sum(tl.sum(weighted, axis=1), axis=0) / channels
         out = (inner * inverse).to(of_input.dtype.element_ty)
+        if ADDS:
+            total = out.to(tl.float32) + tl.load(past + here, mask=is_real, other=0.0).to(tl.float32)
+            out = total.to(of_input.dtype.element_ty)
         tl.store(of_input + here, out, mask=is_real)
+        if NARROWS:
+            tl.store(narrowed + here, out.to(narrowed.dtype.element_ty), mask=is_real)
     at = tl.program_id(0).to(tl.int64) * channels + column
     tl.store(of_weight + at, to_weight, mask=is_real)
     if HAS_BIAS:

@@ -70,12 +70,23 @@ class StoredNorm:
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Output; codes and scales, or the input."""
         values = x.detach().contiguous()
-        kept, y = _new_kept(values, self._bits), torch.empty(x.shape, dtype=self._dtype, device=x.device)
-        inputs, outputs = (values, *self._parameters()), (y, *_pair(kept))
-        options = {"MAXIMA": self._gives_maxima, **_largest(self._bits), **_EXACT}
+        kept = _new_kept(values, self._bits)
+        return self._normed(values, kept), kept
+
+    def run_on_sum(self, x: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + addend, and that sum in the dtype of x; without bits."""
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return self._normed(x.detach().contiguous(), [total], addend.detach().contiguous()), total
+
+    def _normed(
+        self, values: torch.Tensor, kept: Sequence[torch.Tensor], addend: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = torch.empty(values.shape, dtype=self._dtype, device=values.device)
+        inputs = (values, values if addend is None else addend, *self._parameters())
+        options = {"MAXIMA": self._gives_maxima, "ADDS": addend is not None, **_largest(self._bits), **_EXACT}
         maxima = _new_maxima(y, self._tokens, self._gives_maxima)
-        self._launch(kernels.norm_forward_kernel, self._tokens, *inputs, *outputs, maxima, **options)
-        return y, kept
+        self._launch(kernels.norm_forward_kernel, self._tokens, *inputs, y, *_pair(kept), maxima, **options)
+        return y
 
     def output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of the decoded input; of the input itself by the forward's kernel, and so with its bits."""
@@ -86,17 +97,29 @@ class StoredNorm:
         return y
 
     def gradients(
-        self, tensors: Sequence[torch.Tensor], gradient: torch.Tensor, needed: Sequence[bool]
+        self,
+        tensors: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        needed: Sequence[bool],
+        past: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Of the input and the parameters, at the decoded input."""
+        """Of the input and the parameters, at the decoded input.
+
+        `past`: another part of the input's gradient, which is added; the sum carries a copy in the output's dtype.
+        """
         channels, device = self._like.shape[-1], gradient.device
         of_input = torch.empty(self._like.shape, dtype=self._like.dtype, device=device)
+        narrowed, narrows = of_input, past is not None and self._dtype != self._like.dtype
+        if narrows:
+            narrowed = torch.empty(self._like.shape, dtype=self._dtype, device=device)
+            of_input.narrowed = narrowed, of_input._version  # type: ignore[attr-defined]
         num_programs = min(self._tokens, max(256, _BACKWARD_ELEMENTS // _power_of_two(channels)))
         parts = [torch.empty(num_programs, channels, device=device) for _ in self.parameters]
         self._launch(
             kernels.norm_backward_kernel, num_programs,
-            gradient.contiguous(), *_pair(tensors), self._weight, of_input, parts[0], parts[-1],
-            self._tokens, per_warp=_BACKWARD_PER_WARP,
+            gradient.contiguous(), of_input if past is None else past.contiguous(), *_pair(tensors), self._weight,
+            of_input, narrowed, parts[0], parts[-1], self._tokens,
+            ADDS=past is not None, NARROWS=narrows, per_warp=_BACKWARD_PER_WARP, **_EXACT,
         )  # fmt: skip
         of_parameters = (part.sum(0).to(each.dtype) for part, each in zip(parts, self.parameters, strict=True))
         return [each if is_needed else None for each, is_needed in zip((of_input, *of_parameters), needed, strict=True)]

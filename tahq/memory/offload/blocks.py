@@ -93,7 +93,7 @@ class BlockOffload:
         if self._keeps_stream and not module.checkpoint_blocks:
             for block in blocks:
                 _, second = filter(is_norm, block.children())
-                second.register_forward_pre_hook(self._note)
+                second.register_forward_hook(self._note)
 
     def __call__(
         self, place: int, compute: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
@@ -113,8 +113,9 @@ class BlockOffload:
         self._inner.clear()
         return output
 
-    def _note(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._inner.append(inputs[0])
+    def _note(self, norm: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        # a fused norm returns the stream beside its output
+        self._inner.append(output[0] if isinstance(output, tuple) else inputs[0])
 
     def _before_backward(self, kept: Kept, place: int, gradient: torch.Tensor) -> None:
         """Called with the gradient of a block's output."""
