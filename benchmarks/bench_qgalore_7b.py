@@ -172,8 +172,9 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def device_memory() -> Iterator[Path]:
-    """Sample the first GPU's memory in use, in MiB, every 50 ms into a file; empty without nvidia-smi."""
-    query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0", "--loop-ms=50"]
+    """Sample the first visible GPU's memory in use, in MiB, every 50 ms into a file; empty without nvidia-smi."""
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", index, "--loop-ms=50"]
     program = shutil.which("nvidia-smi")
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         process = subprocess.Popen([program, *query], stdout=file) if program else None
