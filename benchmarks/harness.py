@@ -152,12 +152,19 @@ def milliseconds(call: Callable[[], object], device: torch.device, count: int = 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of `tahq-launch` that ended well: its lines of metrics.jsonl, its output, and seconds in all."""
+    """A run of `tahq-launch` that ended well: its lines of metrics.jsonl, its output, and seconds in all.
+
+    `config` is the run's config.yaml, in which everything is chosen. `planned_at_s` and `trained_at_s` are the times,
+    by `time.time()`, at which it was written and at which the last step was done.
+    """
 
     steps: list[dict[str, Any]]
     output: str
     seconds: float
     first_step_s: float
+    config: dict[str, Any]
+    planned_at_s: float
+    trained_at_s: float
 
     def step_times_s(self, settle: int = 0) -> list[float]:
         """Seconds of each step after the first `settle`."""
@@ -170,7 +177,8 @@ def launch(config: Mapping[str, Any] | Path, env: Mapping[str, str] = MappingPro
         folder = Path(name)
         path = folder / "cluster.yaml"
         path.write_text(config.read_text() if isinstance(config, Path) else yaml.safe_dump(dict(config)))
-        metrics = folder / "runs" / yaml.safe_load(path.read_text())["run"]["name"] / "metrics.jsonl"
+        run = folder / "runs" / yaml.safe_load(path.read_text())["run"]["name"]
+        metrics, chosen = run / "metrics.jsonl", run / "config.yaml"
         with (folder / "output").open("w+") as output:
             begin = time.perf_counter()
             command = [sys.executable, "-m", "tahq_launch.cli", "launch", str(path)]
@@ -186,7 +194,15 @@ def launch(config: Mapping[str, Any] | Path, env: Mapping[str, str] = MappingPro
             text = output.read()
         if status:
             sys.exit(f"tahq-launch ended with status {status}: {text[-2000:]}")
-        return Run([json.loads(line) for line in metrics.read_text().splitlines()], text, seconds, first_step_s)
+        return Run(
+            steps=[json.loads(line) for line in metrics.read_text().splitlines()],
+            output=text,
+            seconds=seconds,
+            first_step_s=first_step_s,
+            config=yaml.safe_load(chosen.read_text()),
+            planned_at_s=chosen.stat().st_mtime,
+            trained_at_s=metrics.stat().st_mtime,
+        )
 
 
 def processor() -> str:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import bench_largest_model
+import bench_launched_memory
 import bench_models
 import bench_optimizer_step
 import option_training
@@ -22,6 +23,7 @@ from trace_overhead import overheads
 from tahq.data.config import DataConfig
 from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
 from tahq.observe.trace_file import FIRST_STAGE_PID
+from tahq.worker.assembly import resolved_spec
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = Size(hidden=192, inner=512, heads=3, batch=1, seq_len=64)
@@ -103,7 +105,9 @@ def test_a_small_run_writes_its_table(tmp_path, script):
 def test_shares_of_the_peak_are_those_that_llmq_prints(size, precision, tokens_per_s, share):
     # its benchmarks/H100x1.md
     work = bench_models.Work("tahq-bf16", size, "cpu", 1024, 8, 4, 6, None, profile=False)
-    assert work.peak_share(precision, work.tokens / tokens_per_s) == pytest.approx(share, abs=0.003)
+    spec, step_s = resolved_spec(work.config({}, "bf16"), None), work.tokens / tokens_per_s
+    found = bench_models.peak_share(spec, work.seq_len, work.tokens, precision, step_s)
+    assert found == pytest.approx(share, abs=0.003)
 
 
 @pytest.mark.acceptance
@@ -127,6 +131,20 @@ def test_benchmark_of_models_measures_every_variant(tmp_path):
     rates = {cells[1]: cells[4] for cells in rows if cells[1:] and cells[1] in bench_models.VARIANTS}
     assert rates.keys() == set(bench_models.VARIANTS)
     assert all(float(rate.replace(",", "")) > 0 for rate in rates.values())
+
+
+@pytest.mark.acceptance
+def test_benchmark_of_launched_runs_reports_every_kind_of_run(tmp_path):
+    out = tmp_path / "table.md"
+    runs = ["llama-qgalore", "qwen-offload", "planned-1.5b-16gb"]
+    command = [sys.executable, str(BENCHMARKS / "bench_launched_memory.py"), "--small", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--runs", *runs, "--output", str(out)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in out.read_text().splitlines()]
+    rates = {cells[0]: cells[bench_launched_memory.COLUMNS.index("tokens/s")] for cells in rows if cells[0] in runs}
+    assert all(float(rates[name].replace(",", "")) > 0 for name in runs)
 
 
 def test_benchmark_of_losses_trains_with_every_option(monkeypatch):
