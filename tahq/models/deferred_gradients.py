@@ -155,7 +155,8 @@ class _InputGradient:
     @classmethod
     def of(cls, x: torch.Tensor) -> "_InputGradient":
         """The one that all products of this tensor share."""
-        if torch._C._current_graph_task_id() >= 0:  # recomputation: its nodes have no backward
+        is_recomputing = torch._C._current_graph_task_id() >= 0
+        if is_recomputing or not torch.is_grad_enabled():  # a product that will have no backward
             return cls()
         shared: _InputGradient = getattr(x, "input_gradient", None) or cls()
         shared.num_expected += 1

@@ -137,7 +137,7 @@ def kept_nbytes(module: ModelSlice, *, bf16: bool) -> int:
     def node() -> object:
         x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).to(device).requires_grad_()
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            return module(x).grad_fn  # not the output itself
+            return module(x)[None].grad_fn  # not the output itself; a node of torch's keeps those before it
 
     with sharing_weight_copies():
         first = node()
