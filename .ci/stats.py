@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 61_350,
-    "modules there": 331,
-    "lines of benchmarks": 8_500,
+    "lines of tahq, launch and netem": 61_500,
+    "modules there": 332,
+    "lines of benchmarks": 8_720,
     "lines of tests": 44_500,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,
