@@ -189,5 +189,5 @@ def test_verdicts_hold_prediction_and_choice_to_their_targets(asked, own, best, 
 
 def test_steps_count_once_the_last_change_has_settled():
     steps = [{"step": step, "schedule_change": "x" if step in (2, 5) else None} for step in range(1, 10)]
-    assert [step["step"] for step in settled(Run(steps, "", 0.0, 0.0))] == [8, 9]
-    assert [step["step"] for step in settled(Run(steps[:6], "", 0.0, 0.0))] == [6]
+    assert [step["step"] for step in settled(Run(steps, "", 0.0, 0.0, {}, 0.0, 0.0))] == [8, 9]
+    assert [step["step"] for step in settled(Run(steps[:6], "", 0.0, 0.0, {}, 0.0, 0.0))] == [6]

@@ -80,6 +80,23 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, m
     assert all(-0.005 < got / exact - 1 < over for got, exact in zip(planned, counted, strict=True))
 
 
+def test_an_update_within_the_backward_takes_the_memory_of_one_gradient(monkeypatch):
+    """Of the embedding: neither the head's nor those of blocks are there at the same time."""
+    monkeypatch.setattr(estimate, "DECODED_AT_A_TIME", 1)
+    fused = {"optimizer": "qgalore", "qgalore": {"fused": True}, "clip_norm": None, "non_finite": "halt"}
+    config, spec = loaded(
+        vocab_size=4096,
+        training={**fused, "global_batch": 2, "micro_batch": 2},
+        pipeline={"stages": 1},
+        memory={"recompute": "block"},
+    )
+    stages = StageCosts(ClusterTable(problem_of(config, spec, HOSTS, PlanChoices())), (0,), 2)
+    (planned,) = stages.peak_nbytes(np.array([4.0]), np.array([1.0]), np.zeros(1, dtype=int))
+    counted = stage_estimate(config, spec, 0, device="cpu")
+    assert counted.gradients == 4 * 4096 * 64
+    assert planned == pytest.approx(counted.total, rel=0.005)
+
+
 def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named():
     config, spec = loaded(training=TWO_MICRO_BATCHES, memory={"recompute": "block"}, pipeline={"stages": 2})
     usual, named = (

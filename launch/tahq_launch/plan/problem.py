@@ -259,13 +259,24 @@ def _device(config: ClusterConfig) -> str:
 
 
 def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, shares: int) -> tuple[float, float]:
-    """Bytes of weights, their copies and FP8 codes, gradients and optimizer states, on device and host."""
+    """Bytes of weights, their copies and FP8 codes, gradients and optimizer states, on device and host.
+
+    Without gradients where an update is fused: only one is there at a time, see `_held`.
+    """
+    numbers = _state_numbers(config, spec, shares)
+    memory = stage_memory(spec, blocks, numbers)
+    divided = memory.optimizer + divided_nbytes(spec, blocks, replace(numbers, shards=config.memory.shard))
+    whole = memory.weights + memory.gradients * (not numbers.is_fused) + memory.optimizer
+    return whole - divided * (1 - 1 / shares), float(memory.host_total)
+
+
+def _state_numbers(config: ClusterConfig, spec: ModelSpec, shares: int) -> StepNumbers:
     device = _device(config)
     shape = micro_batch_shape(config, spec, 1, device=device)
     lends = shares > 1 and "weights" in config.memory.shard
     if shape.recompute == "block" and not (lends or keeps_copies(config.memory.offload_of())):
         shape = replace(shape, copies_weights=False, copies_head=False)  # each micro-batch makes its own, see `_held`
-    numbers = replace(
+    return replace(
         _offload_numbers(config, shape),
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         kept_code_nbytes=kept_code_nbytes(config, device),
@@ -273,10 +284,6 @@ def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange, sh
         is_fused=config.training.is_fused,
         gradients=config.memory.gradients,
     )
-    memory = stage_memory(spec, blocks, numbers)
-    divided = memory.optimizer + divided_nbytes(spec, blocks, replace(numbers, shards=config.memory.shard))
-    whole = memory.weights + memory.gradients + memory.optimizer
-    return whole - divided * (1 - 1 / shares), float(memory.host_total)
 
 
 def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbers:
@@ -326,6 +333,8 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     blocks = BlockRange(0, spec.num_layers, spec.num_layers + (config.pipeline.stages > 1))
     host = on_host(spec, blocks, _offload_numbers(config, shape))
     saved -= host.stream
+    if config.training.is_fused:
+        gradient += stage_memory(spec, blocks, _state_numbers(config, spec, 1)).gradients
 
     def workspace(nbytes: int) -> int:
         return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update) + of_one_block
