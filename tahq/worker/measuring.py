@@ -402,8 +402,7 @@ class ComputeMeasurement:
 
 def copy_bits_per_s(gpu: torch.device, *, shares: bool) -> float:
     """Bits per second of copies between pinned memory and a GPU, each way while both are busy; `shares` as above."""
-    with torch.cuda.device(gpu):  # pinning opens a context on the thread's current GPU
-        ends = [(torch.empty(_COPIED, device=gpu), torch.empty(_COPIED, pin_memory=True)) for _ in range(2)]
+    ends = [(torch.empty(_COPIED, device=gpu), torch.empty(_COPIED, pin_memory=True)) for _ in range(2)]
     streams, timer = [torch.cuda.Stream(gpu) for _ in ends], DeviceTimer(gpu, shares=shares)  # type: ignore[no-untyped-call]
 
     def lap() -> tuple[float]:
