@@ -19,8 +19,9 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-MEMORY = " ".join(f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "stored"))
-MEMORY += " ../memory/test_residual_stream.py"
+MEMORY = " ".join(
+    f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "residual", "stored")
+)
 SHARED = ("test_codecs_triton.py", MEMORY)
 LOSS = "../models/test_loss_triton.py"
 """Files of which a part is quick."""
