@@ -18,7 +18,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 61_500,
     "modules there": 332,
-    "lines of benchmarks": 8_720,
+    "lines of benchmarks": 8_700,
     "lines of tests": 44_500,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,

@@ -22,18 +22,17 @@ H200: about a minute per variant.
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_launched_memory import Sample, sampled
 from harness import Table, launch, main, need_gpu, say
 from torch.utils.checkpoint import checkpoint
 
@@ -170,30 +169,13 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # -- the table -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def device_memory() -> Iterator[Path]:
-    """Sample the first visible GPU's memory in use, in MiB, every 50 ms into a file; empty without nvidia-smi."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", index, "--loop-ms=50"]
-    program = shutil.which("nvidia-smi")
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        process = subprocess.Popen([program, *query], stdout=file) if program else None
-        try:
-            yield Path(file.name)
-        finally:
-            if process is not None:
-                process.terminate()
-                process.wait()
-
-
 def measure(variant: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[float]]:
     """Run a variant; its totals, with `process_gib` from the driver, and the seconds of its steps."""
-    with device_memory() as samples:
-        time.sleep(1.0)
-        before = [int(line) for line in samples.read_text().split() if line.isdigit()]
+    watch = sampled() if options.device != "cpu" else nullcontext(list[Sample]())
+    with watch as samples:
+        before = [card_gib for _, card_gib, _ in samples]
         totals, step_s = _launched() if variant == LAUNCHED else _in_a_process(variant, options)
-        used = [int(line) for line in samples.read_text().split() if line.isdigit()]
-    process_gib = (max(used) - min(before)) / 1024 if used and before else 0.0
+    process_gib = max(card_gib for _, card_gib, _ in samples) - min(before) if before else 0.0
     return {**totals, "process_gib": process_gib}, step_s
 
 
