@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tahq.models.chunked_attention import chunked_attention
+from tahq.models.fused_attention import fused_attention
 from tahq.randomness import derive_seed
 
 ATTENTION_NAME = "tahq_keyed_dropout"
@@ -123,10 +123,9 @@ def keyed_attention(
     """
     if dropout == 0.0:
         num_chunks: Any = getattr(module, "attention_chunks", 1)
-        if num_chunks > 1:
-            output = chunked_attention(query, key, value, attention_mask, scaling, num_chunks)
-            if output is not None:
-                return output, None
+        output = fused_attention(query, key, value, attention_mask, scaling, num_chunks)
+        if output is not None:
+            return output, None
         fused = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
         result: tuple[torch.Tensor, None] = fused(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return result

@@ -36,8 +36,8 @@ from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
 from tahq.memory.shares import shares_of
-from tahq.models.chunked_attention import attend_in_chunks
 from tahq.models.costs import counted_costs
+from tahq.models.fused_attention import attend_in_chunks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
@@ -102,8 +102,9 @@ def use_repeatable_kernels() -> None:
 
     Without this the backward of flash attention adds up the gradient of Q by atomics, in the order in which blocks
     happen to finish, so no CUDA run could be repeated or resumed to the bit; the memory-efficient kernel may do the
-    same, and cuDNN's is left out. The price is a workspace: flash attention keeps ⌈multiprocessors / (B · H)⌉ partial
-    sums of that gradient, in fp32. An operator that has no repeatable form raises.
+    same, and cuDNN's is left out. The price is time and a workspace: flash attention keeps ⌈multiprocessors / (B · H)⌉
+    partial sums of that gradient, in fp32. So most attention has a backward of our own (`models/attention_kernels`).
+    An operator that has no repeatable form raises.
 
     What else a step uses is repeatable in any case. In particular the embedding's backward has no atomics: up to 3072
     tokens it adds rows that collide one after the other, beyond that it sorts tokens and adds each one's rows in order.

@@ -7,8 +7,8 @@ from support.small_slices import MIDDLE, different, gradients, make_slice, make_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tahq.memory.config import AgoqConfig, CoatConfig
-from tahq.models.chunked_attention import attend_in_chunks
 from tahq.models.deferred_gradients import sharing_weight_copies
+from tahq.models.fused_attention import attend_in_chunks
 from tahq.models.model_spec import ModelSpec
 
 CASES = {
@@ -121,14 +121,14 @@ def test_no_more_is_kept_for_the_backward(case, bf16):
 @pytest.mark.parametrize("case", ["gpt2", "llama", "qwen2 with a window"])
 @every_dtype
 def test_bits_are_those_of_one_call_on_cuda(case, bf16):
-    """320 heads, more than two chunks need. No fused kernel groups heads in fp32."""
+    """320 heads, more than two chunks need, of 24 channels, not for own kernels. No kernel groups heads in fp32."""
     is_fused = bf16 or case != "llama"
-    spec = make_spec(case.split()[0], **CASES[case], hidden_size=640, num_heads=40)
+    spec = make_spec(case.split()[0], **CASES[case], hidden_size=960, num_heads=40)
     found = []
     for num_chunks in (1, 2, 100):
         module = make_slice(spec, device="cuda")
         attend_in_chunks(module, num_chunks)
-        x = normal((8, 256, 640)).cuda().requires_grad_()
+        x = normal((8, 256, 960)).cuda().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16), _Calls() as calls:
             y = module(x)
         assert (len(calls.shapes) > 1) == (num_chunks > 1 and is_fused)

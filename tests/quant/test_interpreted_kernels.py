@@ -23,10 +23,10 @@ MEMORY = " ".join(
     f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "residual", "stored")
 )
 SHARED = ("test_codecs_triton.py", MEMORY)
-LOSS = "../models/test_loss_triton.py"
+MODELS = "../models/test_attention_triton.py ../models/test_loss_triton.py"
 """Files of which a part is quick."""
 CASES = [
-    *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py", LOSS)),
+    *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py", MODELS)),
     *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
     pytest.param("test_tah_triton.py", "", marks=pytest.mark.acceptance),
     pytest.param("test_gaussian_triton.py", "", marks=pytest.mark.acceptance),

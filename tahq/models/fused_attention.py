@@ -1,18 +1,22 @@
-"""Attention of a micro-batch in chunks of its samples and heads, one call of the fused kernel after the other.
+"""Attention by fused kernels: torch's, in chunks of samples and heads if wanted, and on CUDA with our own backward.
 
-A kernel's workspace is that of one chunk. It is large where the backward has to give the same bits each time: the
-gradient of Q in fp32. A chunk has whole heads, and the query heads of a key head stay together, so each number is
-computed from the same inputs. Outputs and gradients are written into tensors of their full size, not joined from parts,
-and what is kept for the backward is what the kernel keeps of the whole.
+Causal attention in bf16 on CUDA, in heads of `attention_kernels.HEAD_DIMS`, is one call whatever the number of chunks,
+since its backward has no workspace. Elsewhere a kernel's workspace is that of one chunk. It is large where the backward
+has to give the same bits each time: the gradient of Q in fp32. A chunk has whole heads, and the query heads of a key
+head stay together, so each number is computed from the same inputs. Outputs and gradients are written into tensors of
+their full size, not joined from parts, and what is kept for the backward is what the kernel keeps of the whole.
 
 On CUDA a chunk has as many heads, of all its samples, as the GPU has multiprocessors. With fewer the kernel would keep
 ⌈multiprocessors / heads⌉ partial sums of each head: that is the workspace again, and other bits.
 
-Source: LLMQ, Chunking.
+Source: LLMQ, Chunking and Reproducibility.
 Shapes: B samples, H query heads, K key and value heads, S positions, D channels per head.
 """
 
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ _OPERATORS = {
     ),
 }
 """torch's fused kernels, and their results by the names that these have as arguments of the backward."""
+_WITH_STATISTICS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _ALIGNMENT = 16
 """Elements that a mask's row must be a multiple of, and a head's channels of half as many."""
 _FLASH_BLOCK = 64
@@ -45,7 +50,7 @@ def attend_in_chunks(module: nn.Module, num_chunks: int) -> None:
             layer.attention_chunks = num_chunks  # type: ignore[assignment]
 
 
-def chunked_attention(
+def fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -53,10 +58,12 @@ def chunked_attention(
     scaling: float | None,
     num_chunks: int,
 ) -> torch.Tensor | None:
-    """softmax(QKᵀ · scaling + mask) V in chunks: [B, S, H, D]; None where there is one, or torch has no fused kernel.
+    """softmax(QKᵀ · scaling + mask) V in chunks, or with own kernels: [B, S, H, D]; None: it is torch's one call.
 
     Arguments as of `keyed_attention`. With more chunks than samples heads are divided, too, at most into K parts.
     """
+    if num_chunks == 1 and (mask is not None or not query.is_cuda):
+        return None
     dtype, groups = product_dtype(query), query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:  # as transformers does, because kernels with a mask do not group heads
         key, value = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
@@ -67,12 +74,32 @@ def chunked_attention(
         torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scaling, enable_gqa=is_grouped)
     )
     place = choice, query.device.type
+    if place[1] == "cuda" and choice in _WITH_STATISTICS and is_causal:
+        kernels = _kernels_of(query.shape[3])
+        if kernels is not None:
+            attended: torch.Tensor = _Causal.apply(query, key, value, scaling, kernels)  # type: ignore[no-untyped-call]
+            return attended.transpose(1, 2)
     if num_chunks == 1 or place not in _OPERATORS or (place[1] == "cuda" and query.shape[3] % (_ALIGNMENT // 2)):
         return None
     bias = None if mask is None else _bias(mask, dtype)
     options = {"is_causal": is_causal, "scale": scaling, "dropout_p": 0.0, "compute_log_sumexp": True}
     output: torch.Tensor = _InChunks.apply(query, key, value, bias, num_chunks, *_OPERATORS[place], options)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2)
+
+
+@cache
+def _fastest_forward(device: torch.device) -> SDPBackend:
+    """cuDNN's on server GPUs since Hopper, half of flash attention's time on an H200; both are repeatable."""
+    has_cudnn = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    is_hopper = has_cudnn and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return SDPBackend.CUDNN_ATTENTION if is_hopper else SDPBackend.FLASH_ATTENTION
+
+
+@cache
+def _kernels_of(head_dim: int) -> Any:
+    """`attention_kernels` where there is triton and they take so many channels, else None."""
+    kernels: Any = import_module("tahq.models.attention_kernels") if find_spec("triton") else None
+    return kernels if kernels is not None and head_dim in kernels.HEAD_DIMS else None
 
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -112,8 +139,28 @@ def _call(operator: Any, given: dict[str, Any]) -> Any:
     return operator(**{each.name: given[each.name] for each in operator._schema.arguments if each.name in given})
 
 
+class _Causal(torch.autograd.Function):
+    """Causal attention on CUDA in one call, [B, H, S, D]: a forward of torch's, and a backward without workspace."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, kernels: Any
+    ) -> torch.Tensor:
+        name = _OPERATORS[_fastest_forward(query.device), "cuda"][0]
+        options = {"attn_bias": None, "compute_log_sumexp": True, "is_causal": True, "scale": scaling}
+        given = {"query": query, "key": key, "value": value} | options
+        output, norms = _call(getattr(torch.ops.aten, name).default, given)[:2]
+        ctx.save_for_backward(query, key, value, output, norms.view(query.shape[:3]))
+        ctx.scale, ctx.kernels = query.shape[3] ** -0.5 if scaling is None else scaling, kernels
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *ctx.kernels.causal_gradients(*ctx.saved_tensors, gradients[0], ctx.scale), None, None
+
+
 class _InChunks(torch.autograd.Function):
-    """See `chunked_attention`."""
+    """See `fused_attention`."""
 
     @staticmethod
     def forward(
