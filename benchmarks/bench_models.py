@@ -229,7 +229,7 @@ def attempts(work: Work, device: torch.device) -> Iterator[tuple[str, Callable[[
     """What to try, in order: what it changes, and what builds it."""
     is_cuda = device.type == "cuda"
     if is_cuda and work.variant != "plain":
-        use_repeatable_kernels()
+        use_repeatable_kernels(device)
     room = ROOM * torch.cuda.get_device_properties(device).total_memory if is_cuda else float("inf")
     if work.variant == "plain":
         for recomputes in (False, True):

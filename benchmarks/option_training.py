@@ -73,7 +73,7 @@ class OptionTraining:
         self._tokenizer = load_tokenizer(data)
         self._dataset = load_dataset(data, self._tokenizer)
         if device.type == "cuda":
-            use_repeatable_kernels()
+            use_repeatable_kernels(device)
 
     def run(self, wire: Wire, *, seed: int, steps: int) -> list[float]:
         """Loss (nats per token) of every step; there are no cuts for `wire`."""

@@ -53,6 +53,8 @@ from tahq.pipeline.stage import Stage, StagePlan
 from tahq.pipeline.weight_loans import SharedBlock
 from tahq.units import counted
 
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 # -- one machine, by the configuration -------------------------------------------------------------------
 
 
@@ -78,9 +80,9 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
     if name == "auto":
         name = f"cuda:{stage % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):
-        use_repeatable_kernels()
     try:
+        if name.startswith("cuda"):
+            use_repeatable_kernels(name)
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -97,8 +99,8 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
     return device
 
 
-def use_repeatable_kernels() -> None:
-    """Make torch compute the same bits from the same inputs each time; call it before CUDA is first used.
+def use_repeatable_kernels(device: torch.device | str) -> None:
+    """Make torch compute the same bits from the same inputs each time; call it before CUDA is first used, on a GPU.
 
     Without this the backward of flash attention adds up the gradient of Q by atomics, in the order in which blocks
     happen to finish, so no CUDA run could be repeated or resumed to the bit; the memory-efficient kernel may do the
@@ -109,11 +111,17 @@ def use_repeatable_kernels() -> None:
     What else a step uses is repeatable in any case. In particular the embedding's backward has no atomics: up to 3072
     tokens it adds rows that collide one after the other, beyond that it sorts tokens and adds each one's rows in order.
     """
-    # cuBLAS is repeatable with this workspace only, where several streams use it; torch insists on it
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("error")  # as `use_deterministic_algorithms`, which imports the compiler first
     # would write every new tensor once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if CUBLAS_WORKSPACE not in os.environ:
+        # cuBLAS needs a workspace for each stream, which torch gives it in any case. Yet torch's first product insists
+        # on this variable, and every later one that finds it parses it, which takes the host 50 to 150 µs.
+        os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+        try:
+            torch.ones(2, 2, device=device).mm(torch.ones(2, 2, device=device))
+        finally:
+            del os.environ[CUBLAS_WORKSPACE]
 
 
 def offloaded(config: ClusterConfig, stage: int, device: torch.device) -> frozenset[Offload]:
