@@ -17,7 +17,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 
 LIMITS = {
     "lines of tahq, launch and netem": 61_800,
-    "modules there": 333,
+    "modules there": 334,
     "lines of benchmarks": 8_700,
     "lines of tests": 44_700,
     "modules with one importer, in the same folder": 18,

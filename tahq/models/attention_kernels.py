@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tahq.kernel_launch import launch
+
 HEAD_DIMS = (16, 32, 64, 128)
 _PROGRAMS = 1.5
 """Programs per multiprocessor that blocks of keys are divided into at least, if query heads share them."""
@@ -68,13 +70,13 @@ def _add_keys(
 @triton.jit
 def queries_kernel(
     queries, keys, values, outputs, of_outputs, norms, of_queries, sums,
-    heads, group, length, q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
+    samples, heads, group, length, q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     o_sample, o_head, o_row, g_sample, g_head, g_row, scale, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of one head's queries [B, S, H, D], and for each of them Σ output · its gradient."""
-    of_all = tl.program_id(0)
+    of_all = tl.program_id(0) % (samples * heads)
+    block = tl.cdiv(length, ROWS) - 1 - tl.program_id(0) // (samples * heads)  # the longest first
     sample, head = (of_all // heads).to(tl.int64), (of_all % heads).to(tl.int64)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     row, channel = block * ROWS + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
     is_there = row < length
     at, is_row = row.to(tl.int64)[:, None], is_there[:, None]
@@ -127,13 +129,13 @@ def _add_queries(
 @triton.jit
 def keys_kernel(
     queries, keys, values, of_outputs, norms, sums, of_keys, of_values,
-    heads, group, parts, length, q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
+    samples, heads, group, parts, length, q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row,
     g_sample, g_head, g_row, scale, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of a head's keys and values by part of its query heads: [B, S, K, parts, D]."""
-    of_all, block = tl.program_id(0), tl.program_id(1)  # the longest first
-    part, of_key_head = of_all % parts, of_all // parts
     key_heads = heads // group
+    of_all, block = tl.program_id(0) % (samples * key_heads * parts), tl.program_id(0) // (samples * key_heads * parts)
+    part, of_key_head = of_all % parts, of_all // parts
     sample, key_head = (of_key_head // key_heads).to(tl.int64), (of_key_head % key_heads).to(tl.int64)
     column, channel = block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, D)[None, :]
     is_there = (column < length)[:, None]
@@ -197,15 +199,16 @@ def causal_gradients(
     of_key, of_value = (query.new_empty(samples, length, key_heads, parts, width) for _ in range(2))
     strides = [stride for each in (query, key, value) for stride in each.stride()[:3]]
     of_queries, of_keys = -(-length // _OF_QUERIES["ROWS"]), -(-length // _OF_KEYS["COLUMNS"])
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        queries_kernel[samples * heads, of_queries](
-            query, key, value, output, of_output, norms, of_query, sums, heads, heads // key_heads, length,
-            *strides, *output.stride()[:3], *of_output.stride()[:3], scale,
-            D=width, num_stages=3 if width <= 64 else 2, **_OF_QUERIES,
-        )  # fmt: skip
-        keys_kernel[samples * key_heads * parts, of_keys](
-            query, key, value, of_output, norms, sums, of_key, of_value, heads, heads // key_heads, parts, length,
-            *strides, *of_output.stride()[:3], scale, D=width, **_OF_KEYS, num_warps=4 if width <= 64 else 8,
-        )  # fmt: skip
+    launch(
+        queries_kernel, samples * heads * of_queries,
+        query, key, value, output, of_output, norms, of_query, sums, samples, heads, heads // key_heads, length,
+        *strides, *output.stride()[:3], *of_output.stride()[:3], scale,
+        D=width, num_stages=3 if width <= 64 else 2, **_OF_QUERIES,
+    )  # fmt: skip
+    launch(
+        keys_kernel, samples * key_heads * parts * of_keys,
+        query, key, value, of_output, norms, sums, of_key, of_value, samples, heads, heads // key_heads, parts, length,
+        *strides, *of_output.stride()[:3], scale, D=width, num_warps=4 if width <= 64 else 8, **_OF_KEYS,
+    )  # fmt: skip
     of_key, of_value = (each.sum(3) if parts > 1 else each.squeeze(3) for each in (of_key, of_value))
     return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)

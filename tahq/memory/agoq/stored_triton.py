@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tahq.kernel_launch import launch
 from tahq.memory.agoq import stored_kernels as kernels
 from tahq.memory.coat.fp8_codes import keep_maxima
 from tahq.memory.small_floats.block_codes import BLOCK, FORMATS, BlockCodes, has_fp8_units
-from tahq.quant.gpu.launch import launch
 
 _BLOCKS = 8  # Blocks per program of an activation: 1024 numbers of each tensor
 _BACKWARD_ELEMENTS = 1 << 20

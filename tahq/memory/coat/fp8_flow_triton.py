@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from tahq.kernel_launch import launch
 from tahq.memory.coat import fp8_flow_kernels as kernels
 from tahq.memory.coat.fp8_codes import (
     E4M3,
@@ -27,7 +28,6 @@ from tahq.memory.coat.fp8_codes import (
     TensorCodes,
 )
 from tahq.memory.small_floats.block_codes import has_fp8_units
-from tahq.quant.gpu.launch import launch
 
 _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 16384

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tahq.kernel_launch import on_device_of
 from tahq.memory.galore.stored_weight import FINER, GROUP, MARGIN, OFFSET, SMALLEST_SCALE, STEPS, TOP_CODE
-from tahq.quant.gpu.launch import EXACT, on_device_of
+from tahq.quant.gpu.launch import EXACT
 from tahq.quant.gpu.tiles import hash_words, rounded_to_bf16
 from tahq.quant.stochastic_rounding import key_halves
 

@@ -4,14 +4,13 @@ Block sizes are fixed numbers by G, so that nothing is tuned, and nothing compil
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from triton.runtime import driver
 
+from tahq.kernel_launch import launcher, on_device_of
 from tahq.quant.gpu.tiles import DAMAGED, FLAGGED, MARKED, MAX_MEASURED
 from tahq.quant.stochastic_rounding import key_halves
 from tahq.quant.stream import ALIGNMENT, Layout
@@ -52,31 +51,7 @@ class Launch:
         compiled = self.kernel[self.grid](*arguments, **self.constants)
         if compiled is not None:  # the interpreter returns None
             names = self.kernel.arg_names[len(arguments) :]
-            self._compiled[of] = _launcher(compiled, self.grid, of[0], tuple(self.constants[name] for name in names))
-
-
-_launches: dict[tuple[object, ...], Launch] = {}
-
-
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel on tensors of one device, then integers, then floats, on the caller's stream.
-
-    As by `Launch`, which is kept for the same integers, constants and types; unaligned tensors take Triton's own way.
-    """
-    # a model's forward may run in a mode that hears of every use of a tensor
-    with torch._C.DisableTorchFunction():
-        tensors = tuple(each for each in arguments if isinstance(each, torch.Tensor))
-        numbers = tuple(each for each in arguments if isinstance(each, int))
-        last = arguments[len(tensors) + len(numbers) :]
-        with on_device_of(tensors[0]):
-            if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
-                kernel[(programs,)](*arguments, **constants)
-                return
-            key = (kernel, programs, numbers, *constants.items(), *(tensor.dtype for tensor in tensors))
-            known = _launches.get(key)
-            if known is None:
-                known = _launches[key] = Launch(kernel, (programs, 1, 1), numbers, constants)
-            known(*tensors, last=last)
+            self._compiled[of] = launcher(compiled, self.grid, of[0], tuple(self.constants[name] for name in names))
 
 
 class BoundLaunches:
@@ -108,17 +83,6 @@ class BoundLaunches:
                     tensors = [*self._tensors]
                     tensors[self._moving] = moved
                     launch(*tensors, last=last)
-
-
-def _launcher(compiled: Any, grid: tuple[int, int, int], index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
-    """Like `compiled[grid]` (Triton 3.2 to 3.9), in 5 µs instead of 8: it does not look for profiler hooks."""
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of, hooks = driver.active.get_current_stream, (None, None, None)
-
-    def launch(*arguments: float) -> None:
-        run(*grid, stream_of(index), function, metadata, *hooks, *arguments, *constants)
-
-    return launch
 
 
 Steps = tuple[tuple[str, Launch], ...]
@@ -180,13 +144,6 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     """x, contiguous and at a multiple of 16 bytes, as kernels assume. Copied only if necessary."""
     contiguous = x.detach().contiguous()
     return contiguous.clone() if contiguous.data_ptr() % ALIGNMENT else contiguous
-
-
-def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes x's device the current one, on which kernels are launched."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def slots(count: int) -> int:
