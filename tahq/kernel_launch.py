@@ -17,36 +17,34 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
 
     The compiled kernel is kept for the same integers, constants and types; unaligned tensors take Triton's own way.
     """
-    # a model's forward may run in a mode that hears of every use of a tensor
-    with torch._C.DisableTorchFunction():
-        device: int = arguments[0].get_device()
-        key: list[object] = [kernel, programs, device, *constants.items()]
-        values, bits = list[Any](), 0
-        for each in arguments:
-            if isinstance(each, torch.Tensor):
-                address = each.data_ptr()
-                values.append(address)
-                key.append(each.dtype)
-                bits |= address
-            elif isinstance(each, int):
-                key.append(each)
-            else:
-                values.append(each)
-        of = tuple(key)
-        known = None if bits % ALIGNMENT else _compiled.get(of)
-        if known is not None and device == torch.cuda.current_device():
+    device: int = arguments[0].get_device()
+    key: list[object] = [kernel, programs, device, *constants.items()]
+    values, bits = list[Any](), 0
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            address = each.data_ptr()
+            values.append(address)
+            key.append(each.dtype)
+            bits |= address
+        elif isinstance(each, int):
+            key.append(each)
+        else:
+            values.append(each)
+    of = tuple(key)
+    known = None if bits % ALIGNMENT else _compiled.get(of)
+    if known is not None and device == torch.cuda.current_device():
+        known(*values)
+        return
+    with on_device_of(arguments[0]):
+        if known is not None:
             known(*values)
             return
-        with on_device_of(arguments[0]):
-            if known is not None:
-                known(*values)
-                return
-            compiled = kernel[(programs,)](*arguments, **constants)
-            if compiled is not None and not bits % ALIGNMENT:  # the interpreter returns None
-                names = kernel.arg_names[len(arguments) :]
-                _compiled[of] = _with_numbers(
-                    launcher(compiled, (programs, 1, 1), device, tuple(constants[name] for name in names)), arguments
-                )
+        compiled = kernel[(programs,)](*arguments, **constants)
+        if compiled is not None and not bits % ALIGNMENT:  # the interpreter returns None
+            names = kernel.arg_names[len(arguments) :]
+            _compiled[of] = _with_numbers(
+                launcher(compiled, (programs, 1, 1), device, tuple(constants[name] for name in names)), arguments
+            )
 
 
 def _with_numbers(known: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[..., None]:

@@ -88,7 +88,7 @@ def repeatable_kernels() -> Iterator[None]:
     from tahq.worker.assembly import use_repeatable_kernels
 
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    use_repeatable_kernels("cuda")
+    use_repeatable_kernels("cuda" if torch.cuda.is_available() else "cpu")
     yield
     torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = fills

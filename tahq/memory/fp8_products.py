@@ -30,7 +30,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tahq.errors import ConfigError
-from tahq.memory.agoq.stored_inputs import is_linear, output_projection
+from tahq.memory.agoq.stored_inputs import output_projection
 from tahq.memory.coat.fp8_codes import (
     E4M3,
     Layouts,
@@ -50,6 +50,7 @@ from tahq.models.deferred_gradients import (
     DeferredGradients,
     Recomputation,
     current_deferral,
+    is_linear,
     product_dtype,
     recomputed_input,
     shared_copies,
@@ -79,11 +80,6 @@ def use_fp8_products(module: ModelSlice, config: Fp8Config) -> None:
 
 def _forward(layer: Any, backward: str, keeps_input: bool, x: torch.Tensor) -> torch.Tensor:
     """[…, C] to […, N]; `keeps_input`: x is kept anyway."""
-    with torch._C.DisableTorchFunction():  # of the mode that makes other products ours
-        return _product(layer, backward, keeps_input, x)
-
-
-def _product(layer: Any, backward: str, keeps_input: bool, x: torch.Tensor) -> torch.Tensor:
     weight, dtype = _weight_codes(layer), product_dtype(x)
     if not torch.is_grad_enabled():
         return linear_forward(_input_codes(x, _rows), weight, dtype, fast=False).view(*x.shape[:-1], -1)

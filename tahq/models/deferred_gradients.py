@@ -1,9 +1,9 @@
 """Weight gradients computed later than input gradients: the W of a split backward.
 
-While a forward pass is recorded, every matrix product with a weight (`F.linear`, and `torch.addmm` in GPT-2's layers)
-is replaced by one whose backward computes the gradient of its input only and keeps what the gradients of weight and
-bias need (`product`). `DeferredGradients.run` computes those with the products that autograd would have used, so a
-backward in two parts is bit-equal to a whole one. Gradients of norms and embeddings are cheap and computed at once.
+While a forward pass is recorded, layers that multiply by a weight (nn.Linear, GPT-2's Conv1D) compute `product`, whose
+backward computes the gradient of its input only and keeps what the gradients of weight and bias need.
+`DeferredGradients.run` computes those with the products that autograd would have used, so a backward in two parts is
+bit-equal to a whole one. Gradients of norms and embeddings are cheap and computed at once.
 
 Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here I, and W.
 """
@@ -11,12 +11,12 @@ Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from tahq.errors import ModelError
 
@@ -42,17 +42,28 @@ class DeferredGradients:
                 compute()
 
 
-_current: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
+_current: ContextVar[tuple[DeferredGradients | None] | None] = ContextVar("deferral", default=None)
+"""Where products leave the gradients of their weights; None: products are torch's."""
 
 
 def recording(deferred: DeferredGradients | None) -> AbstractContextManager[object]:
     """A context whose matrix products leave the gradients of their weights to `deferred`; None: no change."""
-    return nullcontext() if deferred is None else _Recording(deferred)
+    return nullcontext() if deferred is None else _own_products(deferred)
+
+
+@contextmanager
+def _own_products(deferred: DeferredGradients | None) -> Iterator[None]:
+    token = _current.set((deferred,))
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def current_deferral() -> DeferredGradients | None:
     """This thread's `recording`, for layers with their own autograd functions; None outside of one."""
-    return _current.get() if torch.is_grad_enabled() else None
+    current = _current.get()
+    return current[0] if current is not None and torch.is_grad_enabled() else None
 
 
 WeightCopies = dict[tuple[torch.Tensor, torch.dtype], Any]
@@ -90,7 +101,7 @@ def own_products(deferred: DeferredGradients | None, copies: WeightCopies | None
     """A context whose matrix products are `product`, with these casts of weights: in autograd's threads, too."""
     token = _shared.set(copies)
     try:
-        with _Recording(deferred):
+        with _own_products(deferred):
             yield
     finally:
         _shared.reset(token)
@@ -118,6 +129,28 @@ class Recomputation(Protocol):
 def recomputed_input(x: torch.Tensor) -> RecomputedInput | None:
     """What recomputes a tensor in the backward, where something does: its attribute `kept`."""
     return getattr(x, "kept", None) if torch.is_grad_enabled() else None
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a product with a weight."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def let_own_products(tree: nn.Module) -> None:
+    """Make the layers of a tree of modules compute `product`, in a context that says so or with an input not kept."""
+    for layer in filter(is_linear, tree.modules()):
+        layer.forward = partial(_linear, layer, layer.forward)
+
+
+def _linear(layer: Any, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    kept, current = recomputed_input(x), _current.get()
+    if kept is None and current is None:
+        return forward(x)
+    weight, bias, deferred = layer.weight, layer.bias, None if current is None else current[0]
+    if isinstance(layer, nn.Linear):
+        return product(x, weight, bias, transposed=True, deferred=deferred, kept=kept)
+    rows = x.view(-1, x.shape[-1])
+    return product(rows, weight, bias, transposed=False, deferred=deferred, kept=kept).view(*x.shape[:-1], -1)
 
 
 def product(
@@ -173,43 +206,6 @@ class _InputGradient:
             return None
         total, self._total = self._total, None
         return total
-
-
-class _Recording(TorchFunctionMode):
-    """Replaces the matrix products that a model's layers call by split ones."""
-
-    def __init__(self, deferred: DeferredGradients | None) -> None:
-        super().__init__()
-        self._deferred = deferred
-
-    def __enter__(self) -> Any:
-        self._token = _current.set(self._deferred)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _current.reset(self._token)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            x, weight, bias = _linear_arguments(*args, **kwargs)
-            if isinstance(weight, nn.Parameter):
-                return product(x, weight, bias, transposed=True, deferred=self._deferred)
-        elif func is torch.addmm and not kwargs:
-            bias, x, weight = args
-            if isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
-                return product(x, weight, bias, transposed=False, deferred=self._deferred)
-        return func(*args, **kwargs)
-
-
-def _is_own(weight: torch.Tensor) -> bool:
-    """Whether a product with it is `product`: if it is differentiated, or reads a copy of the weight."""
-    return isinstance(weight, nn.Parameter) and (torch.is_grad_enabled() or hasattr(weight, "product_copy"))
-
-
-def _linear_arguments(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
-    return input, weight, bias
 
 
 class _Product(torch.autograd.Function):

@@ -34,6 +34,7 @@ from tahq.errors import ModelError
 from tahq.models.deferred_gradients import (
     DeferredGradients,
     WeightCopies,
+    let_own_products,
     own_products,
     product_dtype,
     recording,
@@ -122,6 +123,7 @@ class ModelSlice(nn.Module):
         self.attend_by(ATTENTION_NAME, keyed_attention)
         with torch.device("meta"):
             self._add_modules()
+        let_own_products(self)
         key_dropout(self, random)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

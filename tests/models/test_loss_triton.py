@@ -15,7 +15,7 @@ from tahq.memory.agoq.stored_gradients import gradient_of, store_gradient
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_head, head_workspace, saved_by_head
 from tahq.models.config import ModelConfig
-from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, recording
+from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, product
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -196,8 +196,7 @@ def test_head_whose_gradients_are_put_off_gets_the_same_ones():
     found = []
     for deferred in (None, DeferredGradients()):
         hidden, weight, labels = head(torch.float32)
-        with recording(deferred):
-            logits = F.linear(hidden, weight)
+        logits = product(hidden, weight, None, transposed=True, deferred=deferred)
         cross_entropy(logits, labels, DIVISOR, 0.1)[0].backward()
         if deferred is not None:
             deferred.run()

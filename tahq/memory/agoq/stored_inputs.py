@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tahq.memory.config import AgoqConfig
 from tahq.memory.small_floats.block_codes import BLOCK, BlockCodes, dequantize_blocks, quantize_blocks
-from tahq.models.deferred_gradients import current_deferral, product, product_dtype, recomputed_input
+from tahq.models.deferred_gradients import product_dtype
 from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.slice import ModelSlice
 
@@ -83,11 +83,6 @@ def is_norm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.LayerNorm) or type(layer).__name__.endswith("RMSNorm")
 
 
-def is_linear(layer: nn.Module) -> bool:
-    """Whether a module of a block is a product with a weight."""
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
-
-
 def output_projection(attention: Any) -> nn.Module:
     """The product that takes attention's output."""
     projection: nn.Module = attention.o_proj if hasattr(attention, "o_proj") else attention.c_proj
@@ -105,8 +100,6 @@ def store_inputs_of(
     name = type(layer).__name__
     if "norms" in which and is_norm(layer):
         layer.forward = partial(_norm, layer, layer.forward, bits, recomputes, is_own)
-    elif recomputes and is_linear(layer):
-        layer.forward = partial(_recomputed_product, layer, layer.forward)
     elif "attention" in which and name.endswith("Attention"):
         layer.stored_bits = bits
         output_projection(layer).register_forward_pre_hook(lambda _, inputs: stored(_same, bits, *inputs))
@@ -119,17 +112,6 @@ def store_inputs_of(
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _recomputed_product(layer: Any, forward: Function, x: torch.Tensor) -> torch.Tensor:
-    kept = recomputed_input(x)
-    if kept is None:
-        return forward(x)
-    weight, bias, deferred = layer.weight, layer.bias, current_deferral()
-    if isinstance(layer, nn.Linear):
-        return product(x, weight, bias, transposed=True, deferred=deferred, kept=kept)
-    rows = x.view(-1, x.shape[-1])
-    return product(rows, weight, bias, transposed=False, deferred=deferred, kept=kept).view(*x.shape[:-1], -1)
 
 
 def _norm(
