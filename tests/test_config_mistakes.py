@@ -194,8 +194,8 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         (["memory.recompute=[none, att]"], "memory.recompute lists 2 stages, pipeline.stages is 4; give one value for"),
         (["memory.offload=[[m], [v]]"], "memory.offload lists 2 stages, pipeline.stages is 4; give one value for"),
         (
-            ["memory.offload=[residual, m]", "training.optimizer=qgalore"],
-            "memory.offload: training.optimizer qgalore keeps weights, gradients and moments of attention and MLP in a",
+            ["memory.offload=[weights, m]", "training.optimizer=qgalore"],
+            "memory.offload: training.optimizer qgalore keeps weights and gradients of attention and MLP in a form",
         ),
         (
             ["memory.offload=[gradients]", "pipeline.replicas=2"],

@@ -316,10 +316,10 @@ class ClusterConfig(Section):
                 "memory.offload: gradients are on the host, but replicas (pipeline.replicas) sum them in pieces on the "
                 "device; leave gradients out or use pipeline.replicas 1"
             )
-        if self.training.is_low_rank and offload - {"residual"}:
+        if self.training.is_low_rank and offload - {"residual", "m", "v"}:
             raise ValueError(
-                f"memory.offload: training.optimizer {optimizer} keeps weights, gradients and moments of attention and "
-                f"MLP in a form that stays on the device; of {', '.join(sorted(offload))} it allows residual only"
+                f"memory.offload: training.optimizer {optimizer} keeps weights and gradients of attention and MLP in a "
+                f"form that stays on the device; of {', '.join(sorted(offload))} it allows residual, m and v only"
             )
 
     def _check_fp8(self) -> None:

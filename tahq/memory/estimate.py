@@ -208,6 +208,8 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
     which, shape, num_blocks = numbers.offload, numbers.shape, len(blocks)
     if not which or not num_blocks:
         return OnHost()
+    if numbers.low_rank is not None:
+        return _low_rank_on_host(spec, blocks, numbers)
     parameters = slice_parameters(spec, blocks)
     matrices = _block_matrices(spec, parameters)
     ends = [each for name, each in parameters.items() if len(each) > 1 and not is_block_matrix(spec, name, each)]
@@ -231,6 +233,18 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
         two * (products // num_blocks + stream) + (3 * gradient * largest if gradients else 0),
         max(of_ends, math.ceil(share * (values + copies + gradients + moments))),
     )
+
+
+def _low_rank_on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost:
+    """The same with low-rank weights, of which `m` and `v` are as large as each other."""
+    ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
+    num_moments = len({"m", "v"} & set(numbers.offload))
+    moments = [low_rank_bytes(each.shape, each.settings).moments * num_moments // 2 for each in covered.values()]
+    moments += [numbers.moments_nbytes([shape]) for shape in ordinary.values() if len(shape) > 1]
+    stream = streamed_by_block(spec, numbers.shape, numbers.offload)
+    of_update = min(sum(moments), max(4 * DECODED_AT_A_TIME, sum(sorted(moments)[-2:])))
+    lent = 2 * stream + (max(moments) if numbers.is_fused else 0)
+    return OnHost(moments=sum(moments), stream=stream, lent_to_blocks=lent, lent_to_update=of_update)
 
 
 def fp32_gradient(spec: ModelSpec, numels: Mapping[str, int], gradients: Gradients) -> int:

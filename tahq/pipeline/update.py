@@ -152,7 +152,7 @@ class StageUpdate:
             for parameter in self._parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._step_alone)  # type: ignore[no-untyped-call]
             for weight in self._low_rank.values():
-                weight.on_gradient = self._step_alone
+                weight.on_gradient, weight.is_fused = self._step_alone, True
         else:
             holders: list[HoldsGradient] = [*self._parameters.values(), *self._low_rank.values()]
             for holder in holders:
@@ -258,16 +258,18 @@ class StageUpdate:
         if self.on_search is not None and self._num_due > FEW_SEARCHES:
             self.on_search(self._num_searched, self._num_due)
 
-    def _step_alone(self, holder: torch.Tensor | LowRankWeight) -> None:
+    def _step_alone(self, holder: Parameter | LowRankWeight) -> None:
         """Within the backward: the step of one weight, a low-rank one or the only parameter that has a gradient."""
         scale_gradients([holder], 1 / self._gradient_scale)
         self._squares.append(squared_norm(holder))
         lr = self._set_rate(self._step)
-        if isinstance(holder, LowRankWeight):
-            holder.apply(self._step, lr, self._config.weight_decay)
-        else:
+        for _ in with_gradients([holder]):
+            if isinstance(holder, LowRankWeight):
+                holder.apply(self._step, lr, self._config.weight_decay)
+                continue
             self.optimizer.step()
-            holder.grad = None
+            if (host := host_part(holder)) is not None:
+                host.updated(holder, self.optimizer.state[holder])
 
     def _set_rate(self, step: int) -> float:
         lr = learning_rate(self._config, step, self._total_steps)

@@ -196,7 +196,7 @@ def _slice(
 ) -> ModelSlice:
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
     if settings is not None:
-        build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings)
+        build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings, placed=placed)
     elif placed is not None:
         build = partial(build_offloaded_slice, placed=placed, matrices=matrix_dtype(config))
     else:

@@ -189,6 +189,10 @@ def test_bytes_of_low_rank_weights_equal_the_saved_tensors(optimizer, blocks, ke
     counters = ("optimizer/step/", "optimizer/gap/", "optimizer/similarities/")
     states = [each for name, each in saved.items() if name.startswith("optimizer") and not name.startswith(counters)]
     assert memory.optimizer == sum(each.nbytes for each in states)
+    moments = {"offload": ["v"], "moments_nbytes": partial(optimizer_nbytes, config, moments=["v"])}
+    away = estimate(blocks, optimizer_nbytes=partial(optimizer_nbytes, config), low_rank=settings, **moments)
+    of_matrices = [name for name in saved if name.startswith("optimizer/exp_avg_sq") and "norm." not in name]
+    assert away.host_optimizer == memory.optimizer - away.optimizer == sum(saved[name].nbytes for name in of_matrices)
 
 
 def test_activations_cover_micro_batches_in_flight_and_deferred_weight_gradients():

@@ -1,5 +1,7 @@
 """The update within the backward: its results, and the configurations that refuse it."""
 
+from functools import partial
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -11,6 +13,8 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.offload.blocks import offload_blocks, place_on_host
+from tahq.memory.offload.host_memory import HostMemory
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -34,13 +38,17 @@ ALONE = {
 }
 
 
-def low_rank_slice(training: TrainingConfig, vocab_size: int = 32):
+def low_rank_slice(training: TrainingConfig, vocab_size: int = 32, which=()):
     config = ModelConfig(family="qwen2", num_layers=2, hidden_size=16, num_heads=2)  # some linear layers have biases
     spec = load_spec(config, vocab_size=vocab_size, seq_len=8)
-    settings = low_rank_settings(training, 3)
-    return build_low_rank_slice(
-        spec, BlockRange(0, 2, 2), settings, seed=3, device=torch.device("cpu"), random=RandomContext(3)
+    settings, device = low_rank_settings(training, 3), torch.device("cpu")
+    memory = HostMemory(device)
+    placed = partial(place_on_host, which=which, memory=memory, reads_copies=False)
+    module = build_low_rank_slice(
+        spec, BlockRange(0, 2, 2), settings, seed=3, device=device, random=RandomContext(3), placed=placed
     )
+    offload_blocks(module, which, memory)
+    return module
 
 
 def stage(training: TrainingConfig):
@@ -50,8 +58,8 @@ def stage(training: TrainingConfig):
     return module, update
 
 
-def trained(training: TrainingConfig, schedule: str, batches: BatchSource) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint after two steps of a stage under that schedule."""
+def trained(training: TrainingConfig, schedule: str, batches: BatchSource, which, bf16) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint after two steps, with a restart, of a stage under that schedule."""
     plan = StagePlan(
         stage=0,
         run=1,
@@ -63,12 +71,19 @@ def trained(training: TrainingConfig, schedule: str, batches: BatchSource) -> di
         wire=WireConfig(),
         tie=False,
     )
-    stage = Stage(plan, {0: low_rank_slice(training, 256)}, batches, {}, device=torch.device("cpu"), bf16=False)
+    tensors: dict[str, torch.Tensor] = {}
     for step in range(2):
+        modules = {0: low_rank_slice(training, 256, which)}
+        stage = Stage(plan, modules, batches, {}, device=torch.device("cpu"), bf16=bf16)
+        if tensors:
+            stage.update.load(tensors.__getitem__, set(tensors))
         stage.engine.run_step(step)
         stage.update.squared_norms()
         stage.update.apply(step, 1.0)
-    return stage.tensors()
+        second = [weight.moments["exp_avg_sq"] for weight in low_rank_weights(modules[0]).values()]
+        assert {each.untyped_storage().nbytes() == 0 for each in second} == {"v" in which}
+        tensors = stage.tensors()
+    return tensors
 
 
 @pytest.fixture
@@ -99,13 +114,16 @@ def test_no_gradient_is_left_and_weights_have_moved():
 
 @pytest.mark.parametrize("ends", ["bf16", "fp32", "int8"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_weights_and_states_are_those_of_an_update_after_the_backward(batches, schedule, ends):
+@pytest.mark.parametrize(("which", "bf16"), [((), False), (("m", "v"), True), (("residual", "v"), True)], ids=str)
+def test_weights_and_states_are_those_of_an_update_after_the_backward(batches, schedule, ends, which, bf16):
     def training(fused: bool) -> TrainingConfig:
         return TrainingConfig(**(ALONE | {"qgalore": {"fused": fused, "ends": ends}}))
 
-    within, after = trained(training(True), schedule, batches), trained(training(False), "1f1b", batches)
-    assert within.keys() == after.keys()
-    assert [name for name in after if not torch.equal(within[name], after[name])] == []
+    after = trained(training(False), "1f1b", batches, (), bf16)
+    for fused in (True, False):
+        got = trained(training(fused), schedule, batches, which, bf16)
+        assert got.keys() == after.keys()
+        assert [name for name in after if not torch.equal(got[name], after[name])] == []
 
 
 @pytest.mark.parametrize("fused", [True, False])

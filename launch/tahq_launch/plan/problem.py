@@ -280,8 +280,6 @@ def _state_numbers(config: ClusterConfig, spec: ModelSpec, shares: int) -> StepN
         _offload_numbers(config, shape),
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         kept_code_nbytes=kept_code_nbytes(config, device),
-        low_rank=low_rank_settings(config.training, config.run.seed),
-        is_fused=config.training.is_fused,
         gradients=config.memory.gradients,
     )
 
@@ -294,6 +292,8 @@ def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbe
         in_flight=0,
         optimizer_nbytes=lambda shapes: 0,
         frame_nbytes=0,
+        low_rank=low_rank_settings(config.training, config.run.seed),
+        is_fused=config.training.is_fused,
         offload=which,
         moments_nbytes=partial(optimizer_nbytes, config.training, moments=which),
     )

@@ -33,6 +33,7 @@ from tahq.memory.galore.subspace import (
     project_back,
     rank_of,
 )
+from tahq.memory.offload.host_part import HostPart
 from tahq.randomness import derive_seed
 
 MomentType = Literal["int8", "fp32"]
@@ -91,6 +92,10 @@ class LowRankWeight:
         """Sum of the step's projected gradients so far, fp32, or None before the first."""
         self.on_gradient: Callable[[LowRankWeight], None] | None = None
         """Called after each micro-batch's gradient, to take a step with it or to store it."""
+        self.is_fused = False
+        """Whether that takes the step: then the gradient is no sum, and keeps its type."""
+        self.host: HostPart | None = None
+        """The moments in host memory."""
         self.gradient_codes: object | None = None
         """The sum, where it is stored in codes."""
         self.on_search: Callable[[], None] | None = None
@@ -107,8 +112,8 @@ class LowRankWeight:
             self.storage = Int8Weight(shape, device)
         else:
             self.storage = FullWeight(shape, device, FLOATS[settings.weights])
-        self._moments = new_states(settings.moment_states(self.low_shape), device)
-        del self._moments["step"]
+        self.moments = new_states(settings.moment_states(self.low_shape), device)
+        del self.moments["step"]
         self._num_updates = 0
         self._step = 0
         self._dtype = torch.float32
@@ -134,12 +139,13 @@ class LowRankWeight:
 
     @torch.no_grad()
     def take(self, gradient: torch.Tensor) -> None:
-        """Project the gradient [m, n] of the step's next micro-batch and add it, in fp32.
+        """Project the gradient [m, n] of the step's next micro-batch and add it, in fp32 unless it is the only one.
 
         Without a basis, because no gradient so far was finite, the sum is NaN and the step is skipped.
         """
         self._dtype = gradient.dtype
-        low = self._projected(gradient).to(torch.float32)
+        low = self._projected(gradient)
+        low = low if self.is_fused else low.to(torch.float32)
         if self.grad is None:
             self.grad = low
         else:
@@ -181,7 +187,7 @@ class LowRankWeight:
         self.storage.add(update, keep=1 - lr * weight_decay, rate=rate, key=self._rounding_key(step))
 
     def _direction(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Update the moments with a step's gradient, fp32; returns Adam's direction, fp32, to be descended.
+        """Update the moments with a step's gradient; returns Adam's direction, fp32, to be descended.
 
             m ← β₁·m + (1 − β₁)·g,  v ← β₂·v + (1 − β₂)·g²
             direction = m / (1 − β₁ᵗ) / (√v / √(1 − β₂ᵗ) + ε)                (Kingma & Ba 2015, Alg. 1)
@@ -193,12 +199,12 @@ class LowRankWeight:
         betas, epsilon = self.settings.betas, self.settings.epsilon
         group = {"lr": -1.0, "betas": betas, "eps": epsilon, "weight_decay": 0.0}
         numbers = AdamwNumbers.of(group, self._num_updates)
-        direction = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        direction = torch.zeros(gradient.shape, device=gradient.device)
         flat, flat_gradient = direction.view(-1), gradient.reshape(-1)
-        if launches := bind_kernels(flat, flat_gradient, self._moments):
+        if launches := bind_kernels(flat, flat_gradient, self.moments):
             launches(flat_gradient, numbers)
         else:
-            step_in_torch(flat, flat_gradient, self._moments, numbers)
+            step_in_torch(flat, flat_gradient, self.moments, numbers)
         return direction
 
     def _rounding_key(self, step: int) -> int | None:
@@ -220,7 +226,9 @@ class LowRankWeight:
 
     def states(self) -> dict[str, torch.Tensor]:
         """The states in a checkpoint, by `<state>/<canonical name>`; counters are copies."""
-        states = self._moments | {"step": torch.tensor(self._num_updates)}
+        states = self.moments | {"step": torch.tensor(self._num_updates)}
+        if self.host is not None:
+            states |= {name: item.values for name, item in self.host.states.items()}
         if self.subspace is not None:
             states |= self.subspace.tensors()
         return {f"{state}/{self.name}": tensor for state, tensor in states.items()}

@@ -196,8 +196,15 @@ def low_rank_weights(model: nn.Module) -> dict[str, LowRankWeight]:
     return {layer.low_rank.name: layer.low_rank for layer in layers}
 
 
-def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) -> dict[str, LowRankWeight]:
+def cover(
+    model: ModelSlice,
+    settings: LowRankSettings,
+    device: torch.device,
+    placed: Callable[[nn.Module], None] | None = None,
+) -> dict[str, LowRankWeight]:
     """Replace the covered layers by ones on `device`, uninitialised; biases stay ordinary parameters.
+
+    `placed` is called with each new layer, such as `place_on_host`.
 
     The model may be on any device, including `meta`: only the shapes of its covered weights are used. Returns the
     weights, by canonical name.
@@ -211,6 +218,8 @@ def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) ->
             new = LowRankEmbedding(weight, layer.padding_idx)
         else:
             new = LowRankLinear(weight, getattr(layer, "bias", None), is_linear=isinstance(layer, nn.Linear))
+        if placed is not None:
+            placed(new)
         model.set_submodule(name.removesuffix(".weight"), new)
     return low_rank_weights(model)
 
@@ -225,10 +234,11 @@ def build_low_rank_slice(
     random: RandomContext,
     weights: bool = True,
     filled: Callable[[int], None] = lambda numel: None,
+    placed: Callable[[nn.Module], None] | None = None,
 ) -> ModelSlice:
     """`build_slice` with covered layers: only those of their weights that are being filled are in fp32."""
     model = ModelSlice(spec, blocks, random)
-    covered = cover(model, settings, device)
+    covered = cover(model, settings, device, placed)
     model.materialise(device)
     if weights:
         fill_weights(spec, {**model.canonical_parameters(), **covered}, seed, filled)
@@ -245,11 +255,13 @@ def divided_parameters(
 
 
 class LowRankBytes(NamedTuple):
-    """Bytes of a covered weight; `gradient` includes the basis that a step with a search keeps until COMMIT."""
+    """Bytes of a covered weight; `gradient` includes the basis that a step with a search keeps until COMMIT, and
+    `states` the moments."""
 
     weight: int
     gradient: int
     states: int
+    moments: int
 
 
 def low_rank_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRankBytes:
@@ -257,8 +269,10 @@ def low_rank_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRank
     rank, smaller = rank_of(shape, settings.rank), min(shape)
     low = low_rank_shape(shape, rank)
     projection = _nbytes((rank, smaller), settings.projections) if rank < smaller else 0
-    states = states_nbytes(settings.moment_states(low)) + projection
-    return LowRankBytes(_nbytes(shape, settings.weights), 4 * math.prod(low) + projection, states)
+    moments = states_nbytes(settings.moment_states(low))
+    return LowRankBytes(
+        _nbytes(shape, settings.weights), 4 * math.prod(low) + projection, moments + projection, moments
+    )
 
 
 def _nbytes(shape: tuple[int, int], kind: str) -> int:

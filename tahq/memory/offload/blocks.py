@@ -28,7 +28,10 @@ Kept = dict[int, list[Offloaded]]
 
 
 def place_on_host(block: nn.Module, which: Collection[Offload], memory: HostMemory, *, reads_copies: bool) -> None:
-    """Give a block's matrices, just allocated, their part in host memory."""
+    """Give a block's matrices, just allocated, or a low-rank layer's weight, their part in host memory."""
+    if (weight := getattr(block, "low_rank", None)) is not None:
+        weight.host = HostPart(weight, which, memory, reads_copies=False)
+        weight.host.take_states(weight.moments)
     for parameter in block.parameters():
         if parameter.ndim > 1:
             parameter.host = HostPart(parameter, which, memory, reads_copies=reads_copies)  # type: ignore[attr-defined]
