@@ -3,8 +3,8 @@
     python benchmarks/bench_launched_memory.py [--output benchmarks/results/launched_memory_<hardware>_<yyyymm>.md]
     python benchmarks/bench_launched_memory.py --runs planned-0.5b-8gb --small --device cpu    # that it works
 
-- `llama-…`, `qwen-…`: 7 billion parameters in 16 GB (14.9 GiB) by the files in launch/examples, and the same files with
-  the shape of Llama-2 or Qwen2.5: Q-GaLore, and LLMQ's offload to host memory;
+- `llama-…`, `qwen-…`: the shapes of Llama-2 and Qwen2.5 by the files in launch/examples: 7 billion parameters in 16 GB
+  (14.9 GiB) by Q-GaLore, and by LLMQ's offload to host memory, which also trains 14 billion in 24 GB;
 - `planned-…`: a model of bench_models' sizes of which only model, data and batch are set, in bf16; `memory: auto`
   chooses what is recomputed and what is in host memory.
 
@@ -66,9 +66,10 @@ def example(name: str, *changes: Mapping[str, Any]) -> dict[str, Any]:
 
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "llama-qgalore": (GB_16, example("llama_7b_qgalore", {"training": {"steps": 12}})),
-    "qwen-qgalore": (GB_16, example("llama_7b_qgalore", {"training": {"steps": 12}}, QWEN_7B)),
+    "qwen-qgalore": (GB_16, example("qwen_7b_qgalore", {"training": {"steps": 12}})),
     "llama-offload": (GB_16, example("llama_7b_16gb")),
     "qwen-offload": (GB_16, example("qwen_14b_24gb", QWEN_7B)),
+    "qwen-14b-offload": (GB_24, example("qwen_14b_24gb")),
     "planned-0.5b-8gb": (GB_8, planned("0.5b")),
     "planned-1.5b-16gb": (GB_16, planned("1.5b")),
     "planned-3b-16gb": (GB_16, planned("3b")),
