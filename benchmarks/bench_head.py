@@ -4,9 +4,10 @@
     python benchmarks/bench_head.py --device cuda --dtype bf16 --hidden 4096 --tokens 2048 8192 32768
 
 Forward and backward of `ModelSlice.loss` from the output of the final norm, with a vocabulary of 128k, whole and in
-chunks of `--chunk` tokens. *Peak*: bytes above those of weight, its gradient and hidden states; on a CPU of the process
-(VmHWM), on a GPU the allocator's. Repetitions of all in turn; times are medians. On a GPU also Liger's kernel, if
-`liger_kernel` is installed; it chooses its own chunks.
+the chunks of a run that sets none (one where logits are small), or in chunks of `--chunk` tokens. *Peak*: bytes above
+those of weight, its gradient and hidden states; on a CPU of the process (VmHWM), on a GPU the allocator's. Repetitions
+of all in turn; times are medians. On a GPU also Liger's kernel, if `liger_kernel` is installed; it chooses its own
+chunks.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from harness import Table, main, medians_in_turn, need_gpu
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from tahq.config.stage_estimate import open_loss_chunks
 from tahq.models.loss import chunked_cross_entropy, cross_entropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,11 +33,12 @@ def whole(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torc
     return cross_entropy(F.linear(hidden, weight), labels)[0]
 
 
-def in_chunks(tokens: int) -> Loss:
-    """So many tokens at a time."""
+def in_chunks(tokens: int | None) -> Loss:
+    """So many tokens at a time; None: as many as in a run."""
 
     def loss(hidden: torch.Tensor, weight: Parameter, labels: torch.Tensor) -> torch.Tensor:
-        return chunked_cross_entropy(hidden, weight, labels, -(-labels.numel() // tokens))[0]
+        number = -(-labels.numel() // tokens) if tokens else open_loss_chunks(labels.numel(), len(weight))
+        return chunked_cross_entropy(hidden, weight, labels, number)[0] if number > 1 else whole(hidden, weight, labels)
 
     return loss
 
@@ -102,7 +105,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     need_gpu(options.device)
-    names = ["whole", f"chunks of {options.chunk:,}"] + ["Liger"] * has_liger(torch.device(options.device))
+    names = ["whole", f"chunks of {options.chunk or 'a run'}"] + ["Liger"] * has_liger(torch.device(options.device))
     columns = [column for name in names for column in (f"{name}: peak MiB", "ms", "speed")]
     heading = f"Hidden size {options.hidden:,}, vocabulary {options.vocab:,}, {options.dtype}"
     yield Table(("tokens", *columns), rows(options), heading=heading)
@@ -118,7 +121,7 @@ if __name__ == "__main__":
             "--hidden": {"type": int, "default": 512, "help": "channels"},
             "--vocab": {"type": int, "default": 128 * 1024, "help": "rows of the head"},
             "--tokens": {"type": int, "nargs": "+", "default": [512, 1024, 2048, 4096], "help": "of a micro-batch"},
-            "--chunk": {"type": int, "default": 512, "help": "tokens of a chunk"},
+            "--chunk": {"type": int, "help": "tokens of a chunk (default: as in a run)"},
         },
         repeats=3,
     )

@@ -163,12 +163,17 @@ def _step_numbers(
 
 
 def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int:
-    """`memory.loss_chunks`; where it is open, as many as keep the logits of a chunk below `MOST_LOGITS_NBYTES`."""
+    """`memory.loss_chunks`, or `open_loss_chunks`."""
     if config.memory.loss_chunks is not None:
         return config.memory.loss_chunks
     if config.training.is_low_rank:
         return 1
-    return -(-4 * micro_batch * config.data.seq_len * spec.vocab_size // MOST_LOGITS_NBYTES)
+    return open_loss_chunks(micro_batch * config.data.seq_len, spec.vocab_size)
+
+
+def open_loss_chunks(num_tokens: int, vocab_size: int) -> int:
+    """As many as keep the logits of a chunk below `MOST_LOGITS_NBYTES`."""
+    return -(-4 * num_tokens * vocab_size // MOST_LOGITS_NBYTES)
 
 
 def micro_batch_shape(
