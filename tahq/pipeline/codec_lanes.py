@@ -138,8 +138,9 @@ class ThreadedLanes:
         return finite
 
     def _run_encoder(self) -> None:
-        while True:
-            self._jobs.get()()  # not bound to a name, which would keep its tensor alive until the next job
+        with self._encoding():
+            while True:
+                self._jobs.get()()  # not bound to a name, which would keep its tensor alive until the next job
 
     def _send(
         self,
@@ -155,26 +156,26 @@ class ThreadedLanes:
             if tensor is None:
                 boundary.send_void(id)
                 return
-            with self._encoding():
-                self._encoding.wait_for(mark, tensor)
-                self._is_finite &= boundary.send(id, tensor, sample_ids)
+            self._encoding.wait_for(mark, tensor)
+            self._is_finite &= boundary.send(id, tensor, sample_ids)
         except BaseException as error:
             self._error = error
             self._ready.put(error)  # the compute loop may be waiting for a frame
 
     def _run_decoder(self) -> None:
-        while True:
-            try:
-                for receive in self._steps.get():
-                    self._room.acquire()
-                    self._ready.put(self._decode(receive))
-            except BaseException as error:
-                self._ready.put(error)
+        with self._decoding():
+            while True:
+                try:
+                    for receive in self._steps.get():
+                        self._room.acquire()
+                        self._ready.put(self._decode(receive))
+                except BaseException as error:
+                    self._ready.put(error)
 
     def _decode(self, receive: Receive) -> _Decoded:
         frame = receive.boundary.await_frame(receive.id)
         arrived_s = time.monotonic()
-        with self._decoding(), suppress(StepAbandonedError):
+        with suppress(StepAbandonedError):
             tensor = receive.boundary.decode(frame, receive.sample_ids)
             return tensor, self._decoding.mark(), receive, arrived_s
         return None, None, receive, arrived_s
@@ -210,5 +211,8 @@ class _Stream:
             tensor.record_stream(stream)
 
     def __call__(self) -> Any:
-        """A context in which the thread's own stream is the current one."""
+        """A context, for the thread's whole life, in which its own stream and device are the current ones.
+
+        Leaving it would make the first GPU the thread's current one, and so open a context there.
+        """
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

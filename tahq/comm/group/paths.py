@@ -223,7 +223,7 @@ class NcclPath(PayloadPath):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See PayloadPath."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def abort(self) -> None:

@@ -178,7 +178,8 @@ class SnapshotBuffer:
     def wait(self) -> None:
         """Return when the copy is complete."""
         if self._copied is not None:
-            self._copied.synchronize()
+            with torch.cuda.device(self._device):  # otherwise the writing thread would start to use the first GPU
+                self._copied.synchronize()
         self._sources = {}
 
     def _room(self, name: str, source: torch.Tensor) -> torch.Tensor:
