@@ -75,8 +75,9 @@ class Measuring:
         self._ctx.tell_phase(self._activity())
 
     def _take_compute(self, seat: Seat, figures: ComputeMeasured) -> None:
-        if seat.stage not in self._computing or set(figures.codecs) - set(self._request.codecs):
-            raise RemoteProtocolError(f"{seat.name} sent times that it was not asked for")
+        is_asked = seat.stage in self._computing and bool(figures.times) == bool(self._request.micro_batches)
+        if not is_asked or set(figures.codecs) - set(self._request.codecs):
+            raise RemoteProtocolError(f"{seat.name} sent other times than it was asked for")
         self.measured.take_compute(figures, seat.hello.device if seat.hello else "", seat.name)
         self._computing.discard(seat.stage)
         if not self._computing:
@@ -126,7 +127,7 @@ class Measuring:
 
     def _activity(self) -> str:
         if self._computing:
-            return f"compute of {stage_list(sorted(self._computing))}"
+            return f"{'compute' if self._request.micro_batches else 'memory'} of {stage_list(sorted(self._computing))}"
         if not self._orders:
             return ""
         jobs = ", ".join(self._in_words(job) for job in self._orders.values())

@@ -127,7 +127,7 @@ class MeasuringMember:
 
     def _compute(self, order: MeasureCompute) -> ComputeMeasured:
         sizes = sorted(set(order.micro_batches))
-        if not sizes or sizes[0] < 1:
+        if sizes and sizes[0] < 1:
             raise RemoteProtocolError(f"the coordinator asked for micro-batches of {order.micro_batches}")
         free, notes = free_bytes(self._device), list[str]()
         rows: list[LayerTimes] = []
@@ -170,7 +170,7 @@ class MeasuringMember:
         return ComputeMeasured(
             *(self._stage, free, [row.model_dump() for row in rows], codecs, notes),
             host_memory_bytes=free_bytes(torch.device("cpu")) if is_gpu else 0,
-            host_link=copy_bits_per_s(self._device, shares=order.shares_gpu) if is_gpu else 0.0,
+            host_link=copy_bits_per_s(self._device, shares=order.shares_gpu) if is_gpu and sizes else 0.0,
         )
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:

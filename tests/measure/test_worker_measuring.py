@@ -282,7 +282,6 @@ def test_unreachable_peer_is_reported(members):
 @pytest.mark.parametrize(
     "order",
     [
-        MeasureCompute([], []),
         MeasureCompute([0], []),
         order_to(),
         order_to((0, "host0", "127.0.0.1:1"), least_s=1.0),

@@ -223,7 +223,7 @@ def test_host_without_compute_is_left_out_with_its_paths():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"times": []},
+        {"host_memory_bytes": -1},
         {"times": [{"micro_batch": 0, "block_forward": 1.0, "block_backward": 1.0}]},
         {"times": [{**TIMES, "block_forward": float("nan")}]},
         {"times": [{**TIMES, "colour": 1.0}]},

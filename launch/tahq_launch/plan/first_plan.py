@@ -1,8 +1,8 @@
 """What `tahq-launch` chooses before a run's first step, with `pipeline.balance: measured`, the default.
 
-The workers are started once to measure, unless the cache has the figures of these hosts and this model; then the
-planner chooses what cluster.yaml leaves open: hosts and their order, layers, micro-batch, codecs, and the schedule that
-the run begins with. The result is a configuration in which all of it is set.
+The workers are started once to measure: only free memory if the cache has the other figures of these hosts and this
+model. Then the planner chooses what cluster.yaml leaves open: hosts and their order, layers, micro-batch, codecs, and
+the schedule that the run begins with. The result is a configuration in which all of it is set.
 """
 
 import hashlib
@@ -167,18 +167,22 @@ def first_plan(
     has_paths = isinstance(config.hosts, list) or bool(by_hand)  # else the links are those that are configured
     path = cache_path(config, sizes, has_paths=has_paths)
     found = _given_numbers(given) or _cached(path, HOLDS_S[has_paths])
-    joins_again = found is None and bool(by_hand)
-    if found is None:
-        if not measures:
-            return None
+    measures &= given.links.measured is None
+    if measures:
         own = () if has_paths else ("hosts=local", "links={}")
         start = replace(start, overrides=(*start.overrides, *own))
-        cluster, address = _measured(start, _request(config, sizes, has_paths), by_hand, starts_workers)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_numbers(cluster, path, is_complete=True)
+        request = _request(config, sizes, has_paths)
+        if found is not None:
+            request = MeasureRequest((), (), access=False, paths=False, known=found[0])
+        cluster, address = _measured(start, request, by_hand, starts_workers)
+        if found is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_numbers(cluster, path, is_complete=True)
         announce("measured; planning")
-        found = cluster, "measured just now"
+        found = cluster, f"{found[1]}, free memory just now" if found else "measured just now"
         config = _bound_to(config, address) if by_hand else config
+    if found is None:
+        return None
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
     whole = config
@@ -195,7 +199,7 @@ def first_plan(
         compute_s=_compute_s(planned),
         config=for_all_replicas(found_plan.config, whole),
         cached=path if given.links.measured is None else None,
-        joins_again=joins_again,
+        joins_again=measures and bool(by_hand),
     )
 
 

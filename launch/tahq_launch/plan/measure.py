@@ -97,7 +97,8 @@ def measured(
         in_namespaces = config.hosts == "namespaces"
         # Elsewhere workers shape in user space, which a measurement's plain sockets bypass.
         made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
-        measuring = Measuring(_completed(request, config), measured, labels if in_namespaces else computers)
+        wanted = _completed(request, config) if request.known is None else request
+        measuring = Measuring(wanted, measured, labels if in_namespaces else computers)
         addresses.append(server.address)
         options = replace(prepared.options, is_measuring=True, hosts=measured.names, join_again=join_again)
         history = RunHistory()
@@ -111,6 +112,9 @@ def measured(
     ((measured, imitated),) = made
     for note in measured.notes:
         announce(f"note: {note}")
+    if request.known is not None:
+        hosts = measured.with_free_memory(request.known.hosts)
+        return status, request.known.model_copy(update={"hosts": hosts}), addresses[0]
     source = f"tahq measure on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
     return status, measured.numbers(imitated, source) if measured.has_hosts else None, addresses[0]
 

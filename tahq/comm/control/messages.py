@@ -411,8 +411,8 @@ class Heartbeat:
 class MeasureCompute:
     """coordinator → worker: time your parts of the model, and these codecs, all workers at once.
 
-    After `limit_s` seconds, or where more samples take as long each, no larger micro-batch is begun; 0: no limit.
-    `shares_gpu`: with other workers, so all must load it at once for their times to be those of a run.
+    After `limit_s` seconds (0: no limit), or where more samples take as long each, no larger micro-batch is begun; if
+    none is listed, only free memory is read. `shares_gpu`: all must load it at once for their times to be a run's.
     """
 
     micro_batches: list[int]

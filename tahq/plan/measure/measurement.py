@@ -41,6 +41,7 @@ class MeasureRequest:
         connections: numbers of connections to try on each path, besides one.
         paths: whether paths are measured.
         compute_s: seconds after which no worker begins with a larger micro-batch; 0: no limit.
+        known: figures of which only free memory is measured again.
     """
 
     micro_batches: tuple[int, ...]
@@ -51,6 +52,7 @@ class MeasureRequest:
     connections: tuple[int, ...] = ()
     paths: bool = True
     compute_s: float = 0.0
+    known: ClusterNumbers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +186,8 @@ class Measured:
                 CodecTimes(encode_per_element=encode_s, decode_per_element=decode_s)
         except (ValidationError, ValueError) as error:
             raise RemoteProtocolError(f"{name} sent malformed times: {_first_line(error)}") from None
-        if not times or figures.memory_bytes < 0:
-            raise RemoteProtocolError(f"{name} sent no times of its compute")
-        if figures.host_memory_bytes < 0 or not 0 <= figures.host_link < math.inf:
-            raise RemoteProtocolError(f"{name} sent malformed figures of its host's memory")
+        if min(figures.memory_bytes, figures.host_memory_bytes) < 0 or not 0 <= figures.host_link < math.inf:
+            raise RemoteProtocolError(f"{name} sent malformed figures of memory")
         self._computes[figures.stage] = figures, times
         self._devices[figures.stage] = self.computers[figures.stage], device
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
@@ -229,23 +229,25 @@ class Measured:
 
     def numbers(self, imitated: Imitated, source: str) -> ClusterNumbers:
         """All that is known, rounded to four digits; `imitated` caps the rates and adds to the round trips."""
-        sharing = Counter(self._devices.values())
-        of_machine = Counter(machine for machine, _ in self._devices.values())
-        hosts = [
-            self._host(stage, sharing[self._devices[stage]], of_machine[self._devices[stage][0]], imitated)
-            for stage in sorted(self._computes)
-        ]
+        hosts = self.with_free_memory([self._host(stage, imitated) for stage in sorted(self._computes)])
         known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
         return ClusterNumbers(hosts=hosts, paths=[self._path(ends, imitated) for ends in known], source=source)
 
-    def _host(self, stage: int, num_sharing: int, num_there: int, imitated: Imitated) -> HostNumbers:
-        """`num_sharing`: stages on its device; `num_there`: on its machine."""
+    def with_free_memory(self, hosts: Sequence[HostNumbers]) -> list[HostNumbers]:
+        """The measured hosts, each with its share of what is free on its device and, with a GPU, on its machine."""
+        sharing, there = Counter(self._devices.values()), Counter(machine for machine, _ in self._devices.values())
+        found = []
+        for host, (stage, (figures, _)) in zip(hosts, sorted(self._computes.items()), strict=False):
+            memory = _in_megabytes(figures.memory_bytes // sharing[self._devices[stage]])
+            host_memory = _in_megabytes(figures.host_memory_bytes // there[self._devices[stage][0]])
+            found.append(host.model_copy(update={"memory": memory, "host_memory": host_memory}))
+        return found
+
+    def _host(self, stage: int, imitated: Imitated) -> HostNumbers:
         figures, times = self._computes[stage]
         up, down = (self._access_rate(stage, end) for end in (0, 1))
         return HostNumbers(
             name=self.names[stage],
-            memory=_in_megabytes(figures.memory_bytes // num_sharing),
-            host_memory=_in_megabytes(figures.host_memory_bytes // num_there),
             host_link=_rounded(figures.host_link) or None,
             up=_slower(up, imitated.rate_bits_per_s),
             down=_slower(down, imitated.rate_bits_per_s),
