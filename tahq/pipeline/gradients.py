@@ -42,7 +42,7 @@ def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     gradient = gradient_of(holder)
     if gradient is None:
         return torch.zeros((), dtype=torch.float64, device=holder.device)
-    if gradient.is_cuda:  # without a copy in fp64
+    if gradient.is_cuda and gradient.dtype == torch.float32:  # of bf16 it would make a copy in fp64
         norm: torch.Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
         return norm.square()
     parts = (part.double() for part in torch.split(gradient.detach().flatten(), NORM_ELEMENTS))

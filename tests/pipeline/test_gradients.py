@@ -30,6 +30,17 @@ def test_loss_is_the_sum_of_negative_log_probabilities_where_there_is_a_label():
     assert float(summed_cross_entropy(logits, labels)) == pytest.approx(math.log(4.0), rel=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_gradient_is_not_copied_for_its_norm_on_cuda(dtype):
+    gradient = Parameter(torch.ones(2**27, dtype=dtype, device="cuda"))
+    gradient.grad = torch.full_like(gradient, 2.0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert squared_norms([gradient]) == [4.0 * 2**27]
+    assert torch.cuda.max_memory_allocated() - before < 2**29
+
+
 def test_squared_norms_are_taken_in_fp64_one_a_parameter():
     # 1e-30 squared is 1e-60: zero in fp32, exact enough in fp64
     norms = squared_norms([parameter([3.0, 4.0]), parameter(None), parameter([1e-30])])
