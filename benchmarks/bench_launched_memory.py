@@ -43,7 +43,7 @@ from tahq.worker.assembly import resolved_spec
 EXAMPLES = Path(__file__).parents[1] / "launch" / "examples"
 GIB = 2**30
 GB_8, GB_16, GB_24 = (gb * 1e9 / GIB for gb in (8, 16, 24))
-SHORT = {"training": {"steps": 6}}
+SHORT = {"training": {"steps": 6, "warmup_steps": 4}}
 COLUMNS = (
     *("run", "free at first, GiB", "recompute", "in host memory", "gradients", "micro-batch", "step, s", "tokens/s"),
     *("of the peak", "card: estimated, GiB", "at start", "in training", "host: estimated, GiB", "until the last step"),
