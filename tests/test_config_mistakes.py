@@ -1,7 +1,11 @@
 """Every mistake in cluster.yaml is one line that names its place, the key, the value, and what was expected."""
 
+import re
+
 import pytest
 from support.cluster_files import LEAST, ClusterFile, changed
+
+from tahq.config.cluster import OTHER_NAMES, ClusterConfig
 
 
 @pytest.fixture
@@ -31,6 +35,31 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
 )
 def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
     assert file.refusal(changed(old, new)).startswith(f"cluster.yaml:{line}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps: 10", "max_steps: 10", "training.max_steps is not a key of training; use training.steps"),
+        ("steps: 10", "learning_rate: 1e-4", "training.learning_rate is not a key of training; use training.lr"),
+        ("hosts: local", "bf16: true", "bf16 is not a section of a configuration; use training.precision"),
+        ("hosts: local", "adapter: lora", "adapter is not a section of a configuration; use full training; adapters"),
+    ],
+)
+def test_names_that_other_programs_have_get_the_key_to_use(file, old, new, message):
+    assert message in file.refusal(changed(old, new))
+
+
+def test_every_key_to_use_instead_of_another_name_exists():
+    for instead in set(OTHER_NAMES.values()):
+        for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)", instead.replace("metrics.jsonl", "")):
+            assert key in ClusterConfig.model_fields[section].annotation.model_fields
+
+
+def test_the_tokenizer_is_the_models_unless_set(file):
+    for data, tokenizer in (("", "models/x"), ("  tokenizer: bytes\n", "bytes")):
+        config = file.load(f"model: {{path: models/x}}\ndata:\n  text: stdlib\n{data}")
+        assert config.data.tokenizer == tokenizer
 
 
 def test_unknown_key_is_reported_before_the_section_that_it_leaves_missing(file):

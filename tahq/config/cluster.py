@@ -5,6 +5,8 @@ sections here. What needs the model's folder, the tokenizer or the data is check
 """
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -25,6 +27,38 @@ from tahq.quant.ladder import ladder_for
 from tahq.units import Section, format_size, write_duration
 
 _CAPS = ("cap_up", "cap_down")
+_OTHER_NAMES = {
+    "training.lr": "learning_rate max_lr peak_lr",
+    "training.clip_norm": "max_grad_norm gradient_clipping grad_clip max_norm",
+    "training.betas, a list of both": "adam_beta1 adam_beta2 beta1 beta2",
+    "training.epsilon": "adam_epsilon eps",
+    "training.optimizer": "optim optimizer_name",
+    "training.lr_schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "training.warmup_steps, a number of steps": "warmup_ratio warmup",
+    "training.epochs": "num_train_epochs num_epochs max_epochs",
+    "training.steps": "max_steps num_steps total_steps train_iters",
+    "training.micro_batch": "per_device_train_batch_size micro_batch_size local_batch_size",
+    "training.global_batch": "train_batch_size batch_size global_batch_size",
+    "training.global_batch, the samples of a step": "gradient_accumulation_steps",
+    "training.precision": "bf16 fp16 mixed_precision torch_dtype dtype",
+    "training.eval_every, in steps": "eval_steps eval_interval val_check_interval",
+    "run.snapshot_every, in steps": "save_steps save_interval checkpoint_interval saves_per_epoch",
+    "run.keep_snapshots": "save_total_limit keep_latest_k",
+    "run.dir": "output_dir save_dir dump_folder",
+    "run.name": "run_name",
+    "memory.recompute, such as block": "gradient_checkpointing activation_checkpointing",
+    "data.seq_len, in tokens": "sequence_len max_seq_length max_length block_size seq_length context_length cutoff_len",
+    "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "data.validation, a share of the data": "val_set_size validation_split",
+    "model.path, a local folder": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
+    "data.text, data.tokens or data.jsonl, local files": "datasets dataset dataset_name train_file",
+    "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
+    "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",
+    "metrics.jsonl in the run's folder; trackers are not supported yet": "report_to wandb wandb_project use_wandb",
+    "full training; adapters (LoRA, QLoRA) are not supported yet": "lora lora_r lora_alpha adapter peft load_in_4bit",
+}
+OTHER_NAMES: Mapping[str, str] = {name: use for use, names in _OTHER_NAMES.items() for name in names.split()}
+"""What to use instead of keys that transformers, axolotl, torchtitan and others have."""
 NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
 MAX_MICRO_BATCHES = 65_536
@@ -34,6 +68,7 @@ MAX_MICRO_BATCHES = 65_536
 class ClusterConfig(Section):
     """A run's configuration; workers receive it, resolved, from the coordinator."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = OTHER_NAMES
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig
@@ -356,6 +391,8 @@ class ClusterConfig(Section):
                 raise ValueError(f"wire.follow.{direction}: {error}") from error
 
     def _check_data(self) -> None:
+        if self.model.path is not None and "tokenizer" not in self.data.model_fields_set:
+            self.data.set_default("tokenizer", self.model.path)
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if longest is not None and self.data.seq_len > longest:
             raise ValueError(f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {longest}")

@@ -31,7 +31,8 @@ class DataConfig(Section):
     """Item of the token files, little-endian."""
     jsonl: Paths | None = None
     tokenizer: str = Field(default="bytes", min_length=1)
-    """`bytes` (one token per byte, 0 after each document), a local Hugging Face folder, or a tokenizer.json."""
+    """`bytes` (one token per byte, 0 after each document), a local Hugging Face folder, or a tokenizer.json. Not set:
+    `model.path`, or bytes without it."""
     seq_len: int = Field(default=256, ge=1, le=2**24)
     """Tokens per sample."""
     validation: float = Field(default=0.05, ge=0.0, lt=1.0)

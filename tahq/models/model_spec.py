@@ -51,12 +51,13 @@ class ModelSpec:
 def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weights: bool = True) -> ModelSpec:
     """Read a model's configuration, or make it from sizes, and check that the data fits it.
 
-    `vocab_size` is the tokenizer's; the model's may be larger. `seq_len`: tokens per sample. `needs_weights`: check
-    that a folder holds weights.
+    `vocab_size` is the tokenizer's, 1 if it is not known; the model's may be larger. `seq_len`: tokens per sample.
+    `needs_weights`: check that a folder holds weights.
 
     Raises:
         ModelError: a folder without configuration or weights, an unsupported family, contradictory sizes,
-            a vocabulary smaller than the tokenizer's, or samples longer than the model's positions.
+            a vocabulary smaller than the tokenizer's or, in a folder, much larger, or samples longer than the model's
+            positions.
     """
     folder = None if config.path is None else Path(config.path)
     if folder is None:
@@ -107,6 +108,11 @@ def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: 
         raise ModelError(
             f"the tokenizer has {vocab_size} tokens, the model's vocabulary {spec.vocab_size}; "
             "raise model.vocab_size or use the model's own tokenizer"
+        )
+    if spec.folder is not None and 1 < vocab_size < spec.vocab_size // 4:
+        raise ModelError(
+            f"data.tokenizer has {vocab_size} tokens, the model in {spec.folder} was trained with up to "
+            f"{spec.vocab_size}: remove the key to use the model's own tokenizer"
         )
     for block in range(spec.num_layers):  # refuses unknown layer types now
         spec.layout.window(spec.hf_config, block)

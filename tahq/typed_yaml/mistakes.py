@@ -236,6 +236,8 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     }
     nearest = [*difflib.get_close_matches(key[:100], known, n=1), *([elsewhere[key]] if key in elsewhere else [])]
     hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    if instead := getattr(root, "OTHER_NAMES", {}).get(key):  # a name that other programs have
+        hint = f"use {instead}"
     if not owner:
         return f"{brief(key)} is not a section of a configuration; {hint}"
     return f"{dotted(path)} is not a key of {owner}; {hint}"
