@@ -56,10 +56,12 @@ def test_every_key_to_use_instead_of_another_name_exists():
             assert key in ClusterConfig.model_fields[section].annotation.model_fields
 
 
-def test_the_tokenizer_is_the_models_unless_set(file):
-    for data, tokenizer in (("", "models/x"), ("  tokenizer: bytes\n", "bytes")):
-        config = file.load(f"model: {{path: models/x}}\ndata:\n  text: stdlib\n{data}")
-        assert config.data.tokenizer == tokenizer
+def test_tokenizer_and_rate_suit_a_model_in_a_folder_unless_set(file):
+    text = "model: {path: models/x}\ndata: {text: stdlib}\n"
+    config = file.load(text)
+    assert (config.data.tokenizer, config.training.lr) == ("models/x", 2e-5)
+    config = file.load(text, "data.tokenizer=bytes", "training.lr=1e-4")
+    assert (config.data.tokenizer, config.training.lr) == ("bytes", 1e-4)
 
 
 def test_unknown_key_is_reported_before_the_section_that_it_leaves_missing(file):

@@ -59,6 +59,8 @@ _OTHER_NAMES = {
 }
 OTHER_NAMES: Mapping[str, str] = {name: use for use, names in _OTHER_NAMES.items() for name in names.split()}
 """What to use instead of keys that transformers, axolotl, torchtitan and others have."""
+FINE_TUNING_LR = 2e-5
+"""Default of `training.lr` for a model that was trained before."""
 NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
 MAX_MICRO_BATCHES = 65_536
@@ -391,8 +393,11 @@ class ClusterConfig(Section):
                 raise ValueError(f"wire.follow.{direction}: {error}") from error
 
     def _check_data(self) -> None:
-        if self.model.path is not None and "tokenizer" not in self.data.model_fields_set:
-            self.data.set_default("tokenizer", self.model.path)
+        if self.model.path is not None:
+            if "tokenizer" not in self.data.model_fields_set:
+                self.data.set_default("tokenizer", self.model.path)
+            if "lr" not in self.training.model_fields_set:
+                self.training.set_default("lr", FINE_TUNING_LR)
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if longest is not None and self.data.seq_len > longest:
             raise ValueError(f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {longest}")

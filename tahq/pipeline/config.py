@@ -64,6 +64,7 @@ class TrainingConfig(Section):
     adamw_bf16: AdamWBf16Config = AdamWBf16Config()
     qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate; not set: 2e-5 for a model in a folder."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)

@@ -60,6 +60,13 @@ def test_text_of_an_example_is_the_golden_one(golden, load_text, monkeypatch, ca
     golden(f"dry_run/{case.replace(' ', '_')}.txt", f"{text}\n")
 
 
+def test_what_a_start_refuses_and_improbable_rates_are_warned_of():
+    warnings = " ".join(dry_run(load("training.lr=3", TWO_SITES)).split())
+    assert "warning: training.lr 3 is high for adamw: above 0.02 losses usually diverge" in warnings
+    assert "warning: the start will be refused: run.bind is 127.0.0.1:0, which a cannot reach" in warnings
+    assert "warning" not in dry_run(load("training.lr=0.02"))
+
+
 def test_bits_of_stored_activations_are_listed_by_stage():
     text = dry_run(load("memory.activations=agoq", "pipeline.schedule=1f1b"))
     assert "  stored activations in 4 5 8 8 bits, by stage (memory.agoq.bits)\n" in text

@@ -10,7 +10,7 @@ from support.runs import write_config
 from tahq.comm.keys import default_key_path, new_key_pair, read_key_file, write_key_file
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
-from tahq_launch.start.local_checks import security_warnings
+from tahq_launch.start.local_checks import warnings_about
 from tahq_launch.start.run_keys import make_run_keys
 
 from .conftest import TWO_STAGES, assert_one_line
@@ -59,8 +59,8 @@ def test_without_curve_there_are_no_keys_and_a_warning_if_others_can_reach_the_r
     off = {"security": {"curve": False}}
     assert make_run_keys(configured(**off), starts_workers=True) is None
     assert not account.exists()
-    assert security_warnings(configured(**off)) == security_warnings(configured()) == []
-    (warning,) = security_warnings(configured(**off, run={**TWO_STAGES["run"], "bind": "0.0.0.0:0"}))
+    assert warnings_about(configured(**off)) == warnings_about(configured()) == []
+    (warning,) = warnings_about(configured(**off, run={**TWO_STAGES["run"], "bind": "0.0.0.0:0"}))
     assert "security.curve is off" in warning
 
 

@@ -7,6 +7,7 @@ alone, apart from `device: auto`, and is at most 100 columns wide.
 
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,6 +19,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import chunks_of, computes_in_bf16, memory_lines, stage_estimate, with_memory_choices
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import ConfigError
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
@@ -32,6 +34,7 @@ from tahq_launch.command_line import plain_table
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.plan.step_traffic import StepFlow, host_traffic, link_speeds, step_flows, wire_only_step_s
 from tahq_launch.start.codec_choice import codec_options
+from tahq_launch.start.local_checks import check_reachable, warnings_about
 
 WIDTH = 100
 _MAX_PICTURES = 3
@@ -76,7 +79,16 @@ class _DryRun:
             self._hosts(),
             _grid(self.schedule, self.config.pipeline.schedule == "auto"),
         ]
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join([*(part for part in parts if part), *self._warnings()])
+
+    def _warnings(self) -> list[str]:
+        """What a start would warn about, or refuse."""
+        found = warnings_about(self.config)
+        try:
+            check_reachable(self.config)
+        except ConfigError as error:
+            found.append(f"warning: the start will be refused: {error}")
+        return [textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in found]
 
     def _precision(self, stage: int) -> str:
         if self.config.training.precision == "fp8":

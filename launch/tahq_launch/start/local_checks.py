@@ -56,6 +56,9 @@ def _check_congestion_control(name: str) -> None:
         pass
 
 
+_MOST_LR, _MOST_LR_OF_A_TRAINED_MODEL = 0.02, 1e-3
+
+
 def check_reachable(config: ClusterConfig) -> None:
     """Refuse another machine as a host if the coordinator listens where only this machine reaches it."""
     hosts = [] if isinstance(config.hosts, str) else config.hosts
@@ -67,11 +70,16 @@ def check_reachable(config: ClusterConfig) -> None:
         )
 
 
-def security_warnings(config: ClusterConfig) -> list[str]:
-    """Warnings about allowed but dangerous settings."""
-    if config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(LOOPBACK):
-        return []
-    return [
-        f"warning: security.curve is off, and run.bind is {config.run.bind}: anyone who can reach it, or "
-        "a worker's port, can join the run, and anyone on the network path can read and change the traffic"
-    ]
+def warnings_about(config: ClusterConfig) -> list[str]:
+    """Warnings about allowed but dangerous or improbable settings."""
+    found, training = list[str](), config.training
+    most = _MOST_LR_OF_A_TRAINED_MODEL if config.model.path is not None else _MOST_LR
+    if training.optimizer not in ("sgd", "ema_sgd") and training.lr > most:
+        what = "a model that was trained before" if config.model.path is not None else training.optimizer
+        found.append(f"warning: training.lr {training.lr:g} is high for {what}: above {most:g} losses usually diverge")
+    if not (config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(LOOPBACK)):
+        found.append(
+            f"warning: security.curve is off, and run.bind is {config.run.bind}: anyone who can reach it, or "
+            "a worker's port, can join the run, and anyone on the network path can read and change the traffic"
+        )
+    return found

@@ -34,7 +34,7 @@ from tahq.worker.assembly import resolved_spec
 from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
 from tahq_launch.start.codec_choice import codec_options, recorded_replicas
-from tahq_launch.start.local_checks import check_reachable, security_warnings
+from tahq_launch.start.local_checks import check_reachable, warnings_about
 from tahq_launch.start.resolution import resolve_for_run, with_profile
 from tahq_launch.start.run_folder import RunFolder
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
@@ -147,7 +147,7 @@ def prepared_run(
             _keep_config(folder, config, origin)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
             gap = () if request.planned else expected_gap_lines(config)  # the lines of a plan include it
-            notes = (*damaged, *origin.notes, *gap, *keep_source(folder, config), *security_warnings(config))
+            notes = (*damaged, *origin.notes, *gap, *keep_source(folder, config), *warnings_about(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
 
 
