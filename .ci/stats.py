@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 61_900,
+    "lines of tahq, launch and netem": 61_950,
     "modules there": 334,
     "lines of benchmarks": 8_700,
     "lines of tests": 44_700,

@@ -33,6 +33,7 @@ from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
 from tahq.errors import ConfigError, UserError
 from tahq.memory.config import Gradients
+from tahq.memory.free_memory import free_bytes
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
@@ -48,7 +49,7 @@ from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
 from tahq_launch.plan.measure import measured, write_numbers
-from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
+from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers, stage_device
 from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
 from tahq_launch.start.launcher import ORDERLY
@@ -168,7 +169,9 @@ def first_plan(
     path = cache_path(config, sizes, has_paths=has_paths)
     found = _given_numbers(given) or _cached(path, HOLDS_S[has_paths])
     measures &= given.links.measured is None
-    if measures:
+    if measures and found is not None and not by_hand and _computes_on_this_cpu(config):
+        found = _with_free_memory(found[0], config.pipeline.num_workers), f"{found[1]}, free memory just now"
+    elif measures:
         own = () if has_paths else ("hosts=local", "links={}")
         start = replace(start, overrides=(*start.overrides, *own))
         request = _request(config, sizes, has_paths)
@@ -201,6 +204,17 @@ def first_plan(
         cached=path if given.links.measured is None else None,
         joins_again=measures and bool(by_hand),
     )
+
+
+def _computes_on_this_cpu(config: ClusterConfig) -> bool:
+    stages = range(config.pipeline.num_workers)
+    return isinstance(config.hosts, str) and all(stage_device(config, stage).type == "cpu" for stage in stages)
+
+
+def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbers:
+    """The figures of workers on this machine, each with its share of the memory that is free now."""
+    share = free_bytes(torch.device("cpu")) // num_workers // 10**6 * 10**6 or None
+    return cluster.model_copy(update={"hosts": [host.model_copy(update={"memory": share}) for host in cluster.hosts]})
 
 
 def _is_open(given: ClusterConfig) -> bool:
