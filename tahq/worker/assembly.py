@@ -53,7 +53,7 @@ from tahq.pipeline.stage import Stage, StagePlan
 from tahq.pipeline.weight_loans import SharedBlock
 from tahq.units import counted
 
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 # -- one machine, by the configuration -------------------------------------------------------------------
 
@@ -114,14 +114,14 @@ def use_repeatable_kernels(device: torch.device | str) -> None:
     torch.set_deterministic_debug_mode("error")  # as `use_deterministic_algorithms`, which imports the compiler first
     # would write every new tensor once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if CUBLAS_WORKSPACE not in os.environ:
+    if _CUBLAS_WORKSPACE not in os.environ:
         # cuBLAS needs a workspace for each stream, which torch gives it in any case. Yet torch's first product insists
         # on this variable, and every later one that finds it parses it, which takes the host 50 to 150 µs.
-        os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+        os.environ[_CUBLAS_WORKSPACE] = ":4096:8"
         try:
             torch.ones(2, 2, device=device).mm(torch.ones(2, 2, device=device))
         finally:
-            del os.environ[CUBLAS_WORKSPACE]
+            del os.environ[_CUBLAS_WORKSPACE]
 
 
 def offloaded(config: ClusterConfig, stage: int, device: torch.device) -> frozenset[Offload]:

@@ -37,7 +37,7 @@ from tahq.memory.free_memory import free_bytes
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
-from tahq.plan.measure.measurement import MeasureRequest
+from tahq.plan.measure.measurement import MeasureRequest, in_megabytes
 from tahq.plan.planner import NothingFitsError, Planned, plan
 from tahq.plan.problem import PlanProblem, divisors, named
 from tahq.plan.search.codecs import LADDER
@@ -213,7 +213,7 @@ def _computes_on_this_cpu(config: ClusterConfig) -> bool:
 
 def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbers:
     """The figures of workers on this machine, each with its share of the memory that is free now."""
-    share = free_bytes(torch.device("cpu")) // num_workers // 10**6 * 10**6 or None
+    share = in_megabytes(free_bytes(torch.device("cpu")) // num_workers)
     return cluster.model_copy(update={"hosts": [host.model_copy(update={"memory": share}) for host in cluster.hosts]})
 
 

@@ -238,8 +238,8 @@ class Measured:
         sharing, there = Counter(self._devices.values()), Counter(machine for machine, _ in self._devices.values())
         found = []
         for host, (stage, (figures, _)) in zip(hosts, sorted(self._computes.items()), strict=False):
-            memory = _in_megabytes(figures.memory_bytes // sharing[self._devices[stage]])
-            host_memory = _in_megabytes(figures.host_memory_bytes // there[self._devices[stage][0]])
+            memory = in_megabytes(figures.memory_bytes // sharing[self._devices[stage]])
+            host_memory = in_megabytes(figures.host_memory_bytes // there[self._devices[stage][0]])
             found.append(host.model_copy(update={"memory": memory, "host_memory": host_memory}))
         return found
 
@@ -294,7 +294,8 @@ def chosen_connections(rates: Mapping[int, float]) -> int:
     return chosen
 
 
-def _in_megabytes(nbytes: int) -> int | None:
+def in_megabytes(nbytes: int) -> int | None:
+    """Bytes in whole megabytes; None: less than one."""
     return nbytes // 1_000_000 * 1_000_000 or None
 
 
