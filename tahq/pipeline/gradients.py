@@ -42,11 +42,12 @@ def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     gradient = gradient_of(holder)
     if gradient is None:
         return torch.zeros((), dtype=torch.float64, device=holder.device)
-    if gradient.is_cuda and gradient.dtype == torch.float32:  # of bf16 it would make a copy in fp64
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-        return norm.square()
-    parts = (part.double() for part in torch.split(gradient.detach().flatten(), NORM_ELEMENTS))
-    return torch.stack([torch.dot(part, part) for part in parts]).sum()
+    parts = torch.split(gradient.detach().flatten(), NORM_ELEMENTS)
+    if gradient.is_cuda:  # two launches for most parameters
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return (norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))).square()
+    wide = (part.double() for part in parts)
+    return torch.stack([torch.dot(part, part) for part in wide]).sum()
 
 
 class TiedEmbedding:
