@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 61_950,
-    "modules there": 334,
+    "lines of tahq, launch and netem": 62_350,
+    "modules there": 336,
     "lines of benchmarks": 8_700,
-    "lines of tests": 44_700,
+    "lines of tests": 44_750,
     "modules with one importer, in the same folder": 18,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -55,10 +55,12 @@ def launch(
 
     with placed_errors(cluster_yaml, overrides or ()):
         from tahq_launch.plan.first_plan import StoppedError, planned_start
+        from tahq_launch.start.preflight import reachable_start, refuse
         from tahq_launch.start.prepared_run import StartRequest
 
-        start = StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug)
+        start, faults = reachable_start(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug))
         if not dry_run:
+            refuse(faults)
             from tahq_launch.start.launcher import launch as launch_run
 
             try:
@@ -70,9 +72,10 @@ def launch(
         from tahq_launch.start.resolution import resolve_for_run
 
         start = planned_start(start, measures=False)
-        config = resolve_for_run(start.planned or load_config(cluster_yaml, overrides or ()))
+        config = resolve_for_run(start.planned or load_config(cluster_yaml, start.all_overrides))
         check_local(config)
         print(describe(config, progress_of("estimating memory")))
+        refuse(faults)
         return 0
 
 
@@ -280,6 +283,13 @@ def trace(
     return 0
 
 
+def check_host() -> int:
+    """Answer the launcher's questions about this host, on stdin and stdout; for tahq-launch, over ssh."""
+    from tahq_launch.start.host_check import check_host as check
+
+    return check()
+
+
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Train language models over slow networks, with one stage of layers per machine."""
     if version:
@@ -305,6 +315,7 @@ def main() -> int:
     """The program `tahq`."""
     commands = (launch, worker, coordinator, keygen, measure, plan, export, trace, probe)
     app = _group(_version, **{command.__name__: command for command in commands})
+    app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")
     app.add_typer(netem_app(), name="netem")
     return run_app(app, "tahq", sys.argv[1:] or ["--help"])

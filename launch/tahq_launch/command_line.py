@@ -7,6 +7,7 @@
 """
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -14,12 +15,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from tahq.errors import TahqError, UserError, brief, message_of
 from tahq.observe import figures
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CLUSTER.YAML", help="Configuration of the run, e.g. launch/examples/demo.yaml.")
@@ -133,6 +137,15 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def rendered(table: "Table") -> str:
+    """A table whose long cells are wrapped, at most 100 columns wide."""
+    from rich.console import Console
+
+    with io.StringIO() as text:
+        Console(file=text, width=100).print(table)
+        return text.getvalue().rstrip()
 
 
 def plain_table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = ()) -> str:

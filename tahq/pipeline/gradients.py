@@ -45,7 +45,8 @@ def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     parts = torch.split(gradient.detach().flatten(), NORM_ELEMENTS)
     if gradient.is_cuda:  # two launches for most parameters
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        return (norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))).square()
+        norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        return norm.square()
     wide = (part.double() for part in parts)
     return torch.stack([torch.dot(part, part) for part in wide]).sum()
 

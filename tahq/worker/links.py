@@ -112,7 +112,7 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
     bind, advertise = format_address(local_address_towards(options.peer), 0), None
     if isinstance(config.hosts, list) and not options.spare:
         host = config.hosts[stage]
-        if not options.replaces_host or _is_local_address(host.address):
+        if not options.replaces_host or is_local_address(host.address):
             bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
         elif options.advertise is None:
             log.warning(
@@ -123,7 +123,7 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
     return options.bind or bind, options.advertise or advertise
 
 
-def _is_local_address(host: str) -> bool:
+def is_local_address(host: str) -> bool:
     """Whether a name or IP address is one of this machine's; traffic to it then has it as its source, too."""
     try:
         addresses = {str(row[4][0]) for row in socket.getaddrinfo(host, None)}

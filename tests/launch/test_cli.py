@@ -100,7 +100,7 @@ def test_missing_file_or_unusable_value_is_one_line(tahq, tmp_path, arguments, p
     assert_one_line(tahq(*arguments), 2, part)
 
 
-HOSTS = [{"address": "192.0.2.7", "ssh": "someone@192.0.2.7"}, {"address": "192.0.2.8"}]
+HOSTS = [{"address": "192.0.2.7"}, {"address": "192.0.2.8"}]
 CABEL = {"hosts": "namespaces", "links": {"profile": "cabel"}}
 
 
@@ -171,7 +171,7 @@ def test_mistake_found_after_reading_names_line_and_key(tahq, tmp_path, old, new
 
 
 ONE_HERE = "hosts=[{address: 192.0.2.1}, {address: localhost}]"
-NONE_HERE = "hosts=[{address: 192.0.2.1}, {address: localhost, ssh: me@localhost, workdir: /data}]"
+NONE_HERE = "hosts=[{address: 192.0.2.1}, {address: 192.0.2.2}]"
 
 
 @pytest.mark.parametrize(

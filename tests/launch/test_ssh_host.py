@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import children, command_line, is_alive, wait_until
-from support.runs import write_config
+from support.runs import tiny, write_config
 
 import tahq
 import tahq_launch
@@ -162,11 +162,77 @@ def test_broken_connection_ends_the_run_and_the_remote_worker(remote_run):
 
 
 @needs_sshd
-def test_missing_interpreter_is_reported_from_the_log(over_ssh, tmp_path, start):
-    write_config(tmp_path, over_ssh(TWO_STAGES, python="/no/such/python"))
+def test_every_host_that_is_not_ready_is_named_at_once_with_what_to_do(over_ssh, sshd, tmp_path, start):
+    (tmp_path / "file").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        planned = tiny(pipeline={"stages": 7}, model={"num_layers": 7, "hidden_size": 32})
+        config = over_ssh(planned)
+        nobody = ["-o", "PreferredAuthentications=password", *sshd]
+        changes = [
+            {},
+            {"python": "/no/such/python"},
+            {"workdir": f"{tmp_path}/missing"},
+            {"ssh_options": nobody},
+            {"ssh_options": ["-p", "1", *sshd]},
+            {"env": {"PYTHONPATH": "/no/such/folder", "PYTHONNOUSERSITE": "1"}, "python": "/usr/bin/python3"},
+            {"bind": f"127.0.0.1:{port}"},
+        ]
+        config["hosts"] = [{**host, **change} for host, change in zip(config["hosts"], changes, strict=True)]
+        write_config(tmp_path, config)
+        for arguments in ([], ["--dry-run"]):
+            launcher = start("tahq-launch", "cluster.yaml", *arguments)
+            stdout, stderr = launcher.communicate(timeout=120)
+            assert launcher.returncode == 2, stdout
+            assert "not ready: 127.0.0.1 (stage 1), 127.0.0.1 (stage 2)," in stderr
+            assert ("Peak memory" in stdout) == bool(arguments)
+            table = " ".join(stdout.replace("│", " ").split())
+            assert "(stage 0)" not in table + stderr
+            for part in (
+                *("/no/such/python", "hosts.1.python", "mkdir -p", "hosts.2.workdir"),
+                *("Permission", "ssh-copy-id", "hosts.3.ssh,", "refused", "hosts.4.ssh_options"),
+                *("tahq is not installed", "pip install", "hosts.5.python", "cannot listen on", "hosts.6.bind"),
+            ):
+                assert part in table, stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@needs_sshd
+def test_data_model_and_device_are_looked_for_on_their_host(over_ssh, tmp_path, start):
+    write_config(
+        tmp_path,
+        over_ssh({**TWO_STAGES, "data": {**TWO_STAGES["data"], "text": "here.txt"}}, workdir="/", device="cuda:99"),
+    )
+    (tmp_path / "here.txt").write_text("The launcher has this text, its hosts look for it in another folder. " * 200)
     launcher = start("tahq-launch", "cluster.yaml")
-    _, stderr = launcher.communicate(timeout=60)
-    assert launcher.returncode == 3, stderr
-    assert stderr.count("\n") == 1, stderr
-    assert "/no/such/python" in stderr
-    assert "runs/tiny/logs/stage-" in stderr
+    stdout, stderr = launcher.communicate(timeout=120)
+    assert launcher.returncode == 2, stdout
+    assert "not ready: 127.0.0.1 (stage 0), 127.0.0.1 (stage 1); nothing was started" in stderr
+    table = " ".join(stdout.replace("│", " ").split())
+    assert "here.txt" in table
+    assert "cuda:99 is not" in table
+
+
+@needs_sshd
+@pytest.mark.netns
+def test_coordinator_listens_where_the_hosts_see_this_machine(over_ssh, sshd, tmp_path):
+    port = sshd[sshd.index("-p") + 1]
+    folder = Path(sshd[sshd.index("-i") + 1]).parent
+    config = over_ssh(
+        {**TWO_STAGES, "pipeline": {"stages": 2}}, address="192.0.2.7", ssh=f"{getpass.getuser()}@192.0.2.7"
+    )
+    config["hosts"] = [{key: host[key] for key in host if key != "bind"} for host in config["hosts"]]
+    assert "bind" not in config["run"]
+    write_config(tmp_path, config)
+    script = (
+        "ip link set lo up && ip address add 192.0.2.7/32 dev lo || exit 9\n"
+        f"{SSHD} -D -e -f {folder}/sshd_config -o ListenAddress=192.0.2.7:{port} 2>{tmp_path}/sshd.log & daemon=$!\n"
+        "trap 'kill $daemon' EXIT\n"
+        f"{sys.executable} -m tahq_launch.cli launch cluster.yaml"
+    )
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "sshd.log").read_text()
+    assert "coordinator at 192.0.2.7:" in done.stdout
+    assert "run tiny done: 2 of 2 steps" in done.stdout

@@ -5,13 +5,14 @@ loopback address count as this one, and not those reached over ssh, which may st
 """
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import as_patterns, find_files
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, DataError, ModelError, UserError
 
 LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -23,15 +24,29 @@ def check_local(config: ClusterConfig) -> None:
     here = list(range(config.pipeline.num_workers))
     if isinstance(config.hosts, list):
         here = [n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)]
-    if any(stage % config.pipeline.stages in (0, config.pipeline.stages - 1) for stage in here):
-        for key, suffix in _SUFFIXES.items():
-            named = getattr(config.data, key)
-            if named is not None:
-                find_files(as_patterns(named), key=f"data.{key}", suffix=suffix, stdlib=key == "text")
     for stage in here:
-        _check_device(config, stage)
+        for error in check_stage(config, stage):
+            raise error
     if config.hosts == "namespaces" and config.links.congestion_control is not None:
         _check_congestion_control(config.links.congestion_control)
+
+
+def check_stage(config: ClusterConfig, stage: int) -> Iterator[UserError]:
+    """What a worker of this stage would miss on this machine: its device, the model's folder, the data."""
+    if config.model.path is not None and not Path(config.model.path).expanduser().is_dir():
+        yield ModelError(f"model.path: no such folder: {config.model.path} (relative to {Path.cwd()})")
+    try:
+        if stage % config.pipeline.stages in (0, config.pipeline.stages - 1):
+            for key, suffix in _SUFFIXES.items():
+                named = getattr(config.data, key)
+                if named is not None:
+                    find_files(as_patterns(named), key=f"data.{key}", suffix=suffix, stdlib=key == "text")
+    except DataError as error:
+        yield error
+    try:
+        _check_device(config, stage)
+    except ConfigError as error:
+        yield error
 
 
 def _check_device(config: ClusterConfig, stage: int) -> None:

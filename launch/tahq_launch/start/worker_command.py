@@ -1,8 +1,9 @@
 """The commands that start workers: on this machine, over ssh, and by hand."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from tahq.comm.config import MachineConfig
 from tahq.config.cluster import ClusterConfig
@@ -86,16 +87,22 @@ def ssh_command(
     make hang-ups depend on the shell. `host.ssh` must be set; without `threads` the worker's libraries choose.
     """
     limits = {} if threads is None else dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    env = [f"{name}={value}" for name, value in {"PYTHONUNBUFFERED": "1", **limits, **host.env}.items()]
-    worker = [host.python, "-m", "tahq_launch.cli", "worker", "--stage", str(stage), "--peer", peer]
-    flags = ["--exit-with-stdin", secret.flag, *(["--debug"] if debug else [])]
-    script = "exec " + shlex.join(["env", *env, *worker, *flags])
+    flags = ("--exit-with-stdin", secret.flag, *(["--debug"] if debug else []))
+    argv = ssh_argv(host, ("worker", "--stage", str(stage), "--peer", peer, *flags), limits)
+    return WorkerCommand(stage, argv, {}, holds_stdin=True, first_input=secret.line)
+
+
+def ssh_argv(
+    host: MachineConfig, command: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """ssh with its arguments for a command of `tahq` on a host, in its working folder and with these variables."""
+    env = [f"{name}={value}" for name, value in {"PYTHONUNBUFFERED": "1", **variables, **host.env}.items()]
+    script = "exec " + shlex.join(["env", *env, host.python, "-m", "tahq_launch.cli", *command])
     folder = (host.workdir or "").removeprefix("~/")  # ssh starts in the login folder
     if folder:
         script = f"cd {shlex.quote(folder)} && {script}"
     # ssh takes the first value of an option, so the user's go first.
-    argv = ("ssh", *host.ssh_options, *_SSH_OPTIONS, "--", str(host.ssh), script)
-    return WorkerCommand(stage, argv, {}, holds_stdin=True, first_input=secret.line)
+    return ("ssh", *host.ssh_options, *_SSH_OPTIONS, "--", str(host.ssh), script)
 
 
 def worker_by_hand(stage: int, peer: str, *, curve: bool = True) -> str:
