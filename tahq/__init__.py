@@ -1,3 +1,7 @@
 """tahq: pipeline-parallel training of language models over slow networks."""
 
-__version__ = "0.1.0"
+from pathlib import Path
+
+from tahq.version import source_version
+
+__version__ = source_version(Path(__file__).parents[1])

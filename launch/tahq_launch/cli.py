@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from tahq import __version__
 from tahq.units import parse_size
 from tahq_launch.command_line import (
     ConfigPath,
@@ -20,6 +19,7 @@ from tahq_launch.command_line import (
     Device,
     Overrides,
     Resume,
+    Version,
     log_to_stderr,
     progress_of,
     report_error,
@@ -41,6 +41,7 @@ def launch(
     ] = False,
     resume: Resume = False,
     debug: Debug = False,
+    version: Version = False,
 ) -> int:
     """Train the model that CLUSTER.YAML describes.
 
@@ -123,6 +124,7 @@ def worker(
     die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
     keys_from_stdin: Annotated[bool, typer.Option("--keys-from-stdin", hidden=True)] = False,
+    version: Version = False,
 ) -> int:
     """Serve one stage of a run on this machine.
 
@@ -290,11 +292,8 @@ def check_host() -> int:
     return check()
 
 
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _tahq(version: Version = False) -> None:
     """Train language models over slow networks, with one stage of layers per machine."""
-    if version:
-        print(f"tahq {__version__}")
-        raise typer.Exit
 
 
 def _codec(context: typer.Context) -> None:
@@ -314,7 +313,7 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
 def main() -> int:
     """The program `tahq`."""
     commands = (launch, worker, coordinator, keygen, measure, plan, export, trace, probe)
-    app = _group(_version, **{command.__name__: command for command in commands})
+    app = _group(_tahq, **{command.__name__: command for command in commands})
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")
     app.add_typer(netem_app(), name="netem")

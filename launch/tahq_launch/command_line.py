@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from tahq import __version__
 from tahq.errors import TahqError, UserError, brief, message_of
 from tahq.observe import figures
 
@@ -39,6 +40,15 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the run of this name from its newest checkpoint. Default: a new run.")
 ]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"tahq {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and log in detail. Default: one line per error.")]
 Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device, e.g. cuda:1. Default: as configured.")

@@ -12,6 +12,7 @@ from tahq.coordinator.journal import JournalFacts
 from tahq.coordinator.run_state import RunState
 from tahq.coordinator.seats import Seat, Seats
 from tahq.errors import ConfigError, brief
+from tahq.version import git_revision, is_same_source
 
 SHARED_FIELDS = ("tokenizer_hash", "data_hash", "num_train_samples")
 """Fields of HELLO that must be equal wherever they are not empty: a stage that needs no data leaves them empty."""
@@ -32,9 +33,8 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     `key` is the worker's, `replaced` the seat whose worker it would replace. A spare that was given a stage may have
     another key than the worker of the stage's host.
     """
-    if join.version != options.version:
-        row = ["version", brief(join.version), f"{options.version} (coordinator)"]
-        return Refuse("this worker runs another version of tahq: install the coordinator's", [row])
+    if refusal := other_version(options, join):
+        return refusal
     if not 0 <= join.pid < MAX_PID:
         return Refuse(f"got process number {join.pid}, expected one below {MAX_PID}")
     if len(join.host) > MAX_NAME_LENGTH:
@@ -59,6 +59,18 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     )
 
 
+def other_version(options: CoordinatorOptions, join: Join) -> Refuse | None:
+    """Why a worker of another version than the coordinator's is refused; None: their versions agree."""
+    if is_same_source(join.version, options.version):
+        return None
+    revision = git_revision(options.version)
+    return Refuse(
+        f"this worker runs another version of tahq; on {brief(join.host)}, install the coordinator's: pip install "
+        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/install.md)",
+        [["version", brief(join.version), f"{options.version} (coordinator)"]],
+    )
+
+
 def replaced_by(seats: Seats, identity: bytes, join: Join) -> Seat | None:
     """The seat whose worker this worker replaces; None: it replaces no worker."""
     if not 0 <= join.stage < len(seats) or not seats[join.stage].is_held:
@@ -74,8 +86,11 @@ def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list
     Version and configuration hash are compared with the coordinator's own, hashes of tokenizer and data between the
     workers that have them: the first HELLO counts.
     """
-    own = (("version", hello.version, options.version), ("config_hash", hello.config_hash, options.config_hash))
-    rows = [[name, brief(yours), f"{expected} (coordinator)"] for name, yours, expected in own if yours != expected]
+    own = (
+        ("version", hello.version, options.version, is_same_source(hello.version, options.version)),
+        ("config_hash", hello.config_hash, options.config_hash, hello.config_hash == options.config_hash),
+    )
+    rows = [[name, brief(yours), f"{expected} (coordinator)"] for name, yours, expected, agrees in own if not agrees]
     for name in SHARED_FIELDS:
         yours = getattr(hello, name)
         first = next((seat for seat in seats if getattr(seat.hello, name, None)), None)

@@ -89,7 +89,7 @@ class Seating:
 
     def _admit_spare(self, identity: bytes, join: Join) -> None:
         options, seats = self._ctx.options, self._seats
-        if join.version != options.version and (refusal := gathering.refusal(options, seats, join, "", None)):
+        if refusal := gathering.other_version(options, join):
             self._refuse_join(identity, join, refusal)
             return
         is_new = seats.add_spare(identity, join, self._ctx.clock())

@@ -11,6 +11,7 @@ import torch
 import yaml
 from support.runs import overrides, tiny, write_config
 
+from tahq import __version__
 from tahq_launch.start import launcher
 
 from .conftest import PROGRAMS, assert_one_line
@@ -43,6 +44,11 @@ def test_group_alone_lists_its_commands_whose_help_has_an_example_and_defaults(t
     for name in names.split():
         status, stdout, stderr = tahq("tahq", *group, name, "--help")
         assert (status, stderr, "Example: tahq" in stdout, "Default:" in stdout) == (0, "", True, True)
+
+
+@pytest.mark.parametrize("command", [("tahq",), ("tahq", "worker"), ("tahq-launch",), ("tahq-worker",)])
+def test_version_is_printed(tahq, command):
+    assert tahq(*command, "--version") == (0, f"tahq {__version__}\n", "")
 
 
 def test_help_needs_neither_torch_nor_zmq():
