@@ -30,7 +30,7 @@ IN_BENCH   := assumption coat_states codec demo links optimizer_memory planner q
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
 .PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check lint types imports stats \
-        format bench chaos clean
+        format bench chaos dist clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -107,6 +107,12 @@ bench: $(READY)  ## run the benchmarks that need no root, GPU or data, for hours
 # Hours, on a machine with nothing else to do, as root; goes on where it was interrupted.
 chaos: $(READY)  ## faults in real processes, 20 times each; result in benchmarks/results
 	PYTHONPATH=tests:benchmarks $(BIN)/python -m chaos --hardware $(HARDWARE) $(CHAOS_FLAGS)
+
+dist: $(READY)  ## build wheel and sdist into dist/, check them, and train with the wheel
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	.ci/try_wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
