@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from support.runs import start, tiny, write_config
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import memory_savings, stage_estimate
 from tahq.errors import OutOfMemoryError
-from tahq.memory.free_memory import free_bytes, is_out_of_memory
+from tahq.memory.free_memory import _table, free_bytes, is_out_of_memory, peak_bytes
 from tahq.worker import main
 from tahq.worker.assembly import resolved_spec
 from tahq.worker.control import WorkerOptions
@@ -204,6 +205,10 @@ def test_free_memory_respects_the_tightest_limit(tmp_path, available_kb, limit, 
         (group.parent / "memory.current").write_text(f"{used}\n")
         (group.parent / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
     assert free_bytes(CPU, proc, tmp_path / "cgroup") == expected
+
+
+def test_peak_memory_is_the_kernels_high_water_mark_in_bytes():
+    assert peak_bytes(CPU) == pytest.approx(_table(Path("/proc/self/status"))["VmHWM"], rel=0.05)
 
 
 @pytest.mark.acceptance

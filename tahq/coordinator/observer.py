@@ -172,6 +172,8 @@ class StageRecord:
     split: StageSplit = field(default_factory=StageSplit)
     memory_bytes: int = 0
     """Memory of its device that it may use; 0: unknown."""
+    peak_bytes: int = 0
+    """Most memory that it has held there so far; 0: unknown."""
 
     @property
     def waiting_share(self) -> float:
@@ -318,6 +320,12 @@ class RunObserver:
 
     def stage_left(self, stage: int) -> None:
         """This stage has lost its worker."""
+
+    def stage_returned(self, stage: int, lasted_s: float) -> None:
+        """This stage, lost for so many seconds, has a worker that is where the run is."""
+
+    def link_changed(self, stage: int, link: int, reason: str) -> None:
+        """This stage's end of a link is degraded, and why; empty: it works again."""
 
     def planned(self, start_step: int, total_steps: int) -> None:
         """All stages have joined, and the length of the run is known."""

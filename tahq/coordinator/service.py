@@ -377,6 +377,7 @@ class Coordinator:
 
     def _on_link_state(self, seat: Seat, state: LinkState) -> None:
         link = f"link {state.link} to stage {state.peer_stage}"
+        self._ctx.observer.link_changed(seat.stage, state.link, state.reason)
         if state.reason:
             seat.degraded[state.link] = f"{seat.name}: {link} is silent"
             self._ctx.warn(f"{seat.name}: {link} is degraded: {state.reason}")

@@ -243,7 +243,11 @@ def _stage_record(stage: int, prepare: Prepare | None, step_time_s: float) -> St
         return StageRecord(stage, {})
     timing = prepare.timing
     return StageRecord(
-        stage, dict(timing), prepare.codec_state_bytes, stage_split(timing, prepare.active_s, step_time_s)
+        stage=stage,
+        timing=dict(timing),
+        codec_state_bytes=prepare.codec_state_bytes,
+        split=stage_split(timing, prepare.active_s, step_time_s),
+        peak_bytes=prepare.peak_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""Free memory of a device, and errors that mean that it is full."""
+"""Free and used memory of a device, and errors that mean that it is full."""
 
 import resource
 from collections.abc import Iterator
@@ -32,6 +32,13 @@ def free_bytes(device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUP
         return 0
     left = (*_left_by_groups(proc / "self" / "cgroup", cgroups), *_left_of_addresses(proc / "self" / "status"))
     return max(0, min(available, *left)) if left else available
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes that this process has held on a device: on CUDA in torch's allocator, on the CPU resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _left_by_groups(membership: Path, cgroups: Path) -> Iterator[int]:

@@ -35,14 +35,48 @@ MAX_UNWRITTEN_NBYTES = 64 * 1024 * 1024
 log = logging.getLogger(__name__)
 
 
-class MetricsFile(RunObserver):
+class LinesFile(RunObserver):
+    """Appends JSON objects to a file, one per line; keeps lines that a full disk does not take."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._has_no_room = False
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line, after those that wait for room."""
+        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self.write()
+
+    def ended(self, end: RunEnd) -> None:
+        """Close the file; OSError if the disk is still full."""
+        with self._file:
+            self.write()
+            if self._unwritten:
+                num_lines = len(self._unwritten.splitlines())
+                raise OSError(errno.ENOSPC, f"no room for the last {num_lines} lines of {self._file.name}")
+
+    def write(self) -> None:
+        """As much as the disk takes; a line may be cut, and is completed by the next call."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > MAX_UNWRITTEN_NBYTES:
+                raise
+            if not self._has_no_room:
+                log.warning("%s: %s; its lines are kept until there is room", self._file.name, error.strerror)
+            self._has_no_room = True
+        else:
+            self._has_no_room = False
+
+
+class MetricsFile(LinesFile):
     """Writes metrics.jsonl; lines of steps after `start_step`, those of the run's checkpoint, are cut off first."""
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         keep_until(path, start_step)
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
-        self._has_no_room = False
+        super().__init__(path)
         self._held: dict[str, Any] | None = None
 
     def step_committed(self, record: StepRecord) -> None:
@@ -70,36 +104,22 @@ class MetricsFile(RunObserver):
         """Write what was held back, and close the file; OSError if the disk is still full."""
         with self._file:
             self._release()
-            self._write()
-            if self._unwritten:
-                num_lines = len(self._unwritten.splitlines())
-                raise OSError(errno.ENOSPC, f"no room for the last {num_lines} lines of {self._file.name}")
+            super().ended(end)
 
     def _release(self) -> None:
         if self._held is not None:
-            self._unwritten += json.dumps(self._held, allow_nan=False).encode() + b"\n"
-            self._held = None
-            self._write()
+            line, self._held = self._held, None
+            self.append(line)
 
-    def _write(self) -> None:
-        """As much as the disk takes; a line may be cut, and is completed by the next call."""
+    def write(self) -> None:
+        """As of other files; UserError if the file was removed meanwhile."""
         if self._unwritten and not os.fstat(self._file.fileno()).st_nlink:
             self._unwritten = b""
             raise UserError(
                 f"{self._file.name} was removed while the run was using it; put the run's folder back and resume, or "
                 "start the run anew"
             )
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > MAX_UNWRITTEN_NBYTES:
-                raise
-            if not self._has_no_room:
-                log.warning("%s: %s; its lines are kept until there is room", self._file.name, error.strerror)
-            self._has_no_room = True
-        else:
-            self._has_no_room = False
+        super().write()
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:
@@ -150,6 +170,7 @@ def _stage_object(stage: StageRecord) -> dict[str, Any]:
         "timing_s": timing_s,
         "codec_state_bytes": stage.codec_state_bytes,
         "memory_bytes": stage.memory_bytes,
+        "peak_bytes": stage.peak_bytes,
         **{field.name: getattr(stage.split, field.name) for field in fields(StageSplit)},
     }
 

@@ -13,6 +13,8 @@ from tahq.errors import UserError
 
 LINK_COUNTS = ("frames", "payload_bytes", "wire_bytes", "elements")
 LINK_SECONDS = ("busy_s", "sending_s", "wire_s", "idle_s")
+RECENT_STEPS = 20
+"""Steps that the remaining time, and what a step waits for, are estimated from."""
 
 Value = TypeVar("Value")
 
@@ -87,8 +89,9 @@ def _stage(row: Mapping[str, Any], number: int) -> StageRecord:
     beside = {name: _seconds(s, "beside_s") for name, s in values.pop("beside_s").items()}
     split = StageSplit(wait_s=waits, beside_s=beside, **{name: _seconds(s, name) for name, s in values.items()})
     timing = {name: _number(s) for name, s in row["timing_s"].items()}
-    sizes = {"memory_bytes": 0, **row}  # absent from older files
-    return StageRecord(number, timing, _whole(row, "codec_state_bytes"), split, _whole(sizes, "memory_bytes"))
+    sizes = {"memory_bytes": 0, "peak_bytes": 0, **row}  # absent from older files
+    state, memory, peak = (_whole(sizes, f"{name}_bytes") for name in ("codec_state", "memory", "peak"))
+    return StageRecord(number, timing, state, split, memory, peak)
 
 
 def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:

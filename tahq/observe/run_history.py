@@ -21,11 +21,9 @@ from tahq.coordinator.observer import (
 from tahq.observe import figures
 from tahq.observe.bottleneck import Advise, Diagnosis, diagnose, limit_and_advice
 from tahq.observe.metrics import perplexity
-from tahq.observe.metrics_reader import LINK_COUNTS, LINK_SECONDS, median_step
+from tahq.observe.metrics_reader import LINK_COUNTS, LINK_SECONDS, RECENT_STEPS, median_step
 from tahq.units import format_size
 
-RECENT_STEPS = 20
-"""Steps that the remaining time, and what a step waits for, are estimated from."""
 AVERAGED_STEPS = 10
 """Steps whose mean loss stands for the start and the end of a run."""
 

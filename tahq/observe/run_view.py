@@ -1,4 +1,4 @@
-"""What a launcher shows and keeps of a run: metrics.jsonl, traces, the summary, and a live table or plain lines."""
+"""What a launcher shows and keeps of a run: metrics.jsonl, events.jsonl, traces, the summary, and a table or lines."""
 
 import os
 import sys
@@ -31,6 +31,7 @@ from tahq.coordinator.seats import stage_list
 from tahq.errors import UserError, brief
 from tahq.observe import figures
 from tahq.observe.bottleneck import Advise
+from tahq.observe.events import EventsFile
 from tahq.observe.metrics import MetricsFile
 from tahq.observe.run_history import RunHistory, summary_text, validation_text
 from tahq.observe.trace_file import TraceFiles
@@ -61,7 +62,7 @@ def watch_run(
     """The observer that a launcher gives to its coordinator.
 
     Args:
-        metrics: the run's metrics.jsonl; its folder exists.
+        metrics: the run's metrics.jsonl; its folder exists, and gets events.jsonl, too.
         start_step: committed steps in the run's checkpoint; lines of later steps are removed from the file.
         program: prefix of the last line on `err`.
         resume_command: for the summary.
@@ -78,12 +79,12 @@ def watch_run(
     out, err = out or sys.stdout, err or sys.stderr
     history = RunHistory(advise)
     try:
-        file = MetricsFile(metrics, start_step)
+        files = [MetricsFile(metrics, start_step), EventsFile(metrics.with_name("events.jsonl"))]
     except OSError as error:
         raise UserError(f"cannot write {metrics}: {error.strerror}") from error
     summary = partial(summary_text, history, resume_command=resume_command, export_command=export_command)
     pictures = [TraceFiles(traces, start)] if traces is not None else []
-    return Observers([history, file, *pictures, screen(out, history), LastWords(out, err, program, summary)])
+    return Observers([history, *files, *pictures, screen(out, history), LastWords(out, err, program, summary)])
 
 
 @dataclass(frozen=True, slots=True)

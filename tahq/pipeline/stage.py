@@ -24,6 +24,7 @@ from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError, ScheduleError
 from tahq.memory.agoq.stored_gradients import HoldsGradient
 from tahq.memory.config import Gradients, Shard
+from tahq.memory.free_memory import peak_bytes
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.memory.shares import UNSHARED, Share, shares_of
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
@@ -191,6 +192,11 @@ class Stage:
     def codec_state_nbytes(self) -> int:
         """Bytes that the codecs of this stage's cuts remember."""
         return sum(end.codec.state_nbytes for end in self._codec_ends)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most memory that this process has held on the stage's device so far."""
+        return peak_bytes(self._device)
 
     @property
     def keeps_state_on_disk(self) -> bool:

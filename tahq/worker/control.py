@@ -280,6 +280,7 @@ class WorkerTraining:
             codec_errors=[[float(e.link), float(e.direction), e.relative_error] for e in stage.take_codec_errors()],
             weights_digest=stage.weights_digest(step),
             abandoned=result.is_abandoned,
+            peak_bytes=stage.peak_nbytes,
         )
 
     def _await_commit(self, step: int) -> Commit:

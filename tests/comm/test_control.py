@@ -111,6 +111,7 @@ PREPARE = {
     "codec_errors": [],
     "weights_digest": "",
     "abandoned": False,
+    "peak_bytes": 0,
 }
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from coordinator.conftest import VERSION
+from coordinator.conftest import VERSION, make_prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_once import Sooner
@@ -51,6 +51,18 @@ def test_killed_stage_begins_at_the_checkpoint_and_is_sent_the_decisions(scene):
     for commit in scene.server.told(AGAIN, say.Commit):
         assert (commit.apply, commit.clip_factor) == (decided[commit.step].apply, decided[commit.step].clip_factor)
     assert "stage 1 (host1, pid 101) is back after" in scene.warnings()
+    assert [stage for stage, _ in scene.observer.of("stage_returned")] == [1]
+
+
+def test_degraded_links_of_a_stage_that_is_back_work_again(scene):
+    lost = say.LinkState(0, 0, 1, "the peer is lost")
+    scene.workers(stage0={"say": {5: [lost, make_prepare(5, 0)]}})
+    scene.build(steps=8)
+    scene.coordinator.restart = scene.restart
+    scene.one_message_a_turn()
+    scene.when(lambda: scene.observer.of("link_changed"), lambda: scene.kill(1))
+    assert scene.run() == 0
+    assert scene.observer.of("link_changed") == [(0, 0, "the peer is lost"), (0, 0, "")]
 
 
 def test_neighbours_make_ready_before_the_new_worker_is_sent_its_plan(scene):

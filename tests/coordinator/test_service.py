@@ -337,6 +337,8 @@ def test_worker_with_a_problem_is_named_and_the_run_goes_on(scene, said, told):
     scene.workers(stage1={"say": {1: [said, make_prepare(1, 1)]}})
     assert scene.run() == 0
     assert scene.observer.of("warned") == [told]
+    links = [(1, 1, said.reason)] if isinstance(said, say.LinkState) else []
+    assert scene.observer.of("link_changed") == links
 
 
 # -- signals ---------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.errors import TahqError, UserError
 from tahq.observe import figures
 from tahq.observe.bottleneck import limit_and_advice
-from tahq.observe.metrics_reader import median_step, read_steps
-from tahq.observe.run_history import RECENT_STEPS
+from tahq.observe.metrics_reader import RECENT_STEPS, median_step, read_steps
 from tahq.observe.trace_file import merged, read_picture, trace_path
 from tahq_launch.command_line import print_table, write_text
 from tahq_launch.plan.advice import advice

@@ -4,6 +4,7 @@
 
     config.yaml      the configuration as resolved       snapshots/  checkpoints to resume and export from
     metrics.jsonl    one object per step                 logs/       launcher.log, stage-N.log
+    events.jsonl     one object per event: a stage lost, another codec, a warning
     trace/           step-000010.json: traces of the steps of run.trace_steps
     journal.sqlite   state for a restarted coordinator
     network.json     under hosts: namespaces, the network and its measurements before each start

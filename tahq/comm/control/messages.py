@@ -269,6 +269,8 @@ class Prepare:
     """Of this stage's weights before this step; empty except every few steps of a run with replicas."""
     abandoned: bool = False
     """Whether the step was given up here, so that the rest says nothing."""
+    peak_bytes: int = 0
+    """Most memory that I have held on my device so far; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
