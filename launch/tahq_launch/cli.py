@@ -20,6 +20,7 @@ from tahq_launch.command_line import (
     Overrides,
     Resume,
     Version,
+    announce,
     log_to_stderr,
     progress_of,
     report_error,
@@ -40,6 +41,9 @@ def launch(
         bool, typer.Option("--dry-run", help="Print layers, memory, bytes per link and the schedule; start nothing.")
     ] = False,
     resume: Resume = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve a page that shows the run, and print its address. Default: none.")
+    ] = False,
     debug: Debug = False,
     version: Version = False,
 ) -> int:
@@ -55,11 +59,15 @@ def launch(
     from tahq.config.file import load_config, placed_errors
 
     with placed_errors(cluster_yaml, overrides or ()):
+        from tahq_launch.dashboard.process import check_installed
         from tahq_launch.plan.first_plan import StoppedError, planned_start
         from tahq_launch.start.preflight import reachable_start, refuse
         from tahq_launch.start.prepared_run import StartRequest
 
-        start, faults = reachable_start(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug))
+        if dashboard:
+            check_installed()
+        asked = StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug, dashboard=dashboard)
+        start, faults = reachable_start(asked)
         if not dry_run:
             refuse(faults)
             from tahq_launch.start.launcher import launch as launch_run
@@ -292,6 +300,31 @@ def check_host() -> int:
     return check()
 
 
+def dashboard(
+    run: RunFolderPath,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1 to listen on, e.g. 8080. Default: any free one.")
+    ] = 0,
+    debug: Debug = False,
+) -> int:
+    """Serve a page that shows a run, live or finished, until Ctrl-C; prints its address.
+
+    Example: tahq dashboard runs/demo
+    """
+    from tahq_launch.dashboard.process import Listener, check_installed
+    from tahq_launch.dashboard.run_feed import check_run
+
+    check_run(run)
+    check_installed()
+    from tahq_launch.dashboard.server import serve
+
+    listener = Listener.open(port)
+    for line in listener.lines():
+        announce(line)
+    serve(run, listener)
+    return 0
+
+
 def _tahq(version: Version = False) -> None:
     """Train language models over slow networks, with one stage of layers per machine."""
 
@@ -312,7 +345,7 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
 
 def main() -> int:
     """The program `tahq`."""
-    commands = (launch, worker, coordinator, keygen, measure, plan, export, trace, probe)
+    commands = (launch, worker, coordinator, keygen, measure, plan, export, trace, probe, dashboard)
     app = _group(_tahq, **{command.__name__: command for command in commands})
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")

@@ -90,3 +90,11 @@ def wait_for_steps(launcher: WarmProcess, run_folder: Path, num_steps: int) -> N
 
 def wait_until_gone(pids: list[int], timeout_s: float = 15) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), timeout_s, f"processes {pids} end")
+
+
+def dashboard_address(process: WarmProcess) -> str:
+    """The address that a command prints for its dashboard."""
+    lines = iter(process.stdout.readline, "")
+    line = next((line for line in lines if line.startswith("dashboard: ")), None)
+    assert line is not None, process.communicate()
+    return line.split()[1]

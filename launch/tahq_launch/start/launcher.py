@@ -19,8 +19,9 @@ from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
-from tahq.observe.run_view import watch_run
+from tahq.observe.run_view import Observers, watch_run
 from tahq_launch.command_line import announce
+from tahq_launch.dashboard.process import DashboardProcess
 from tahq_launch.plan.advice import advice
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.start.run_keys import PLAIN
@@ -120,6 +121,8 @@ def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: 
         traces=prepared.folder.traces,
         start=prepared.options.epoch,
     )
+    if request.dashboard:
+        observer = Observers([observer, DashboardProcess(prepared.folder.logs / "dashboard.log")])
     for line in prepared.notes:
         announce(line)
     return Coordinator(prepared.options, server, observer, journal=prepared.journal)

@@ -48,7 +48,7 @@ class StartRequest:
 
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
     `watch` is given the steps of each search for a schedule. `joins_again`: workers that were started by hand have
-    measured, and join by themselves.
+    measured, and join by themselves. `dashboard`: a page shows the run.
     """
 
     config_path: Path
@@ -61,6 +61,7 @@ class StartRequest:
     planned: ClusterConfig | None = None
     watch: Callable[[Sequence[StepRecord]], None] | None = None
     joins_again: bool = False
+    dashboard: bool = False
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
