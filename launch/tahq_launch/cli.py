@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from tahq.errors import UserError
 from tahq.units import parse_size
 from tahq_launch.command_line import (
     ConfigPath,
@@ -318,7 +319,10 @@ def dashboard(
     check_installed()
     from tahq_launch.dashboard.server import serve
 
-    listener = Listener.open(port)
+    try:
+        listener = Listener.open(port)
+    except OSError as error:
+        raise UserError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another --port") from error
     for line in listener.lines():
         announce(line)
     serve(run, listener)

@@ -42,9 +42,9 @@ class Page:
         wait_until(lambda: text in self.text(selector), timeout_s, f"{text!r} in {selector}")
 
     def picture(self, path: Path) -> None:
-        """Write what the window shows as a PNG of few colours."""
+        """Write what the window shows as a PNG with a palette."""
         with Image.open(BytesIO(self._driver.get_screenshot_as_png())) as image:
-            image.convert("RGB").quantize(64).save(path, optimize=True)
+            image.convert("RGB").quantize(method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
     def errors(self) -> list[str]:
         """Errors and warnings in the console since the last call."""

@@ -4,7 +4,6 @@ Other programs of this machine can reach loopback, so a token in the address adm
 nothing that happens to it changes the run, and it ends with its launcher.
 """
 
-import getpass
 import importlib.util
 import os
 import secrets
@@ -38,11 +37,8 @@ class Listener:
 
     @classmethod
     def open(cls, port: int = 0) -> "Listener":
-        """Listen on a port of 127.0.0.1, 0: any free one; UserError if it is taken."""
-        try:
-            return cls(socket.create_server(("127.0.0.1", port)), secrets.token_urlsafe())
-        except OSError as error:
-            raise UserError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another --port") from error
+        """Listen on a port of 127.0.0.1, 0: any free one; OSError if it is taken."""
+        return cls(socket.create_server(("127.0.0.1", port)), secrets.token_urlsafe())
 
     def lines(self) -> Iterator[str]:
         """The address, and how another machine reaches it."""
@@ -51,8 +47,9 @@ class Listener:
             "SSH_CONNECTION", ""
         ).split()  # by the name that the user's machine has for this one
         host = connection[2] if len(connection) == 4 else socket.gethostname()
+        user = f"{os.environ['USER']}@" if "USER" in os.environ else ""
         yield f"dashboard: http://127.0.0.1:{port}/?token={self.token}"
-        yield f"  on another machine, first: ssh -N -L {port}:127.0.0.1:{port} {getpass.getuser()}@{host}"
+        yield f"  on another machine, first: ssh -N -L {port}:127.0.0.1:{port} {user}{host}"
 
 
 class DashboardProcess(RunObserver):

@@ -221,7 +221,7 @@ class RunFeed:
             "use": use,
             "use_text": figures.share(use),
             "rate": f"{figures.goodput(link)}{trip}",
-            "codec": f"{link.codec or 'codec unknown'}: {link.bits_per_element:.2f} bits per element",
+            "codec": f"{link.codec.replace(',', ', ')}: {link.bits_per_element:.2f} bits per element",
             "state": "closed" if self.is_over else "; ".join(away or degraded) or "ok",
         }
 

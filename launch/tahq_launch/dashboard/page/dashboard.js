@@ -169,7 +169,7 @@ function drawChart(id, unit, series) {
   for (const { rows, isSparse } of shown) {
     const points = decimated(rows.map(([step, value]) => [x(step), y(value)]));
     image.append(drawing("path", { class: isSparse ? "line second" : "line", d: path(points) }));
-    const dots = isSparse ? points : [];
+    const dots = isSparse && points.length <= 60 ? points : [];
     image.append(...dots.map(([cx, cy]) => drawing("circle", { class: "dot", cx, cy, r: 2.5 })));
   }
   const here = drawing("line", { class: "here", y1: top, y2: height - bottom, visibility: "hidden" });
