@@ -99,6 +99,7 @@ def test_finished_run_is_sent_whole_and_the_stream_ends(tmp_path, client):
         *(60, 60),
     )
     assert (view["figures"]["speed"], view["figures"]["time per step"]) == ("2,008 tokens/s", "0.5 s")
+    assert not view["has_trouble"]
     assert view["limit"].startswith("stage 1's compute is the bottleneck: 60 % of the step")
     assert view["stages"][1]["memory"] == "2 GB of 8 GB"
     assert view["stages"][1]["parts"][:2] == [["forward", 0.2, "20 %"], ["backward", 0.4, "40 %"]]
@@ -124,11 +125,11 @@ def test_steps_events_and_states_arrive_as_they_are_written(live, client):
     live.join(1, pid=50)
     live.tell.phase_changed("training", "")
     view = until(stream, "state", "training")
-    assert ([stage["state"] for stage in view["stages"]], view["is_waiting"]) == (["ok", "returning"], True)
+    assert ([stage["state"] for stage in view["stages"]], view["has_trouble"]) == (["ok", "returning"], True)
     assert {link["state"] for link in view["links"]} == {"stage 1 is returning"}
     live.tell.stage_returned(1, 5.4)
     live.tell.link_changed(0, 0, "nothing is heard")
-    assert {link["state"] for link in until(stream, "is_waiting", False)["links"]} == {"degraded: nothing is heard"}
+    assert {link["state"] for link in until(stream, "has_trouble", False)["links"]} == {"degraded: nothing is heard"}
     live.tell.link_changed(0, 0, "")
     live.train(4, 4)
     assert {link["state"] for link in until(stream, "step", 4)["links"]} == {"ok"}
@@ -165,6 +166,7 @@ def test_run_whose_launcher_was_killed_is_not_running(live, client):
     (live.folder / ".lock").write_text("1 4194305")  # above any process id
     (message,) = client(live.folder).stream()
     assert message["view"]["state"] == "not running: it was killed; continue it with --resume"
+    assert message["view"]["has_trouble"]
 
 
 @pytest.mark.serial

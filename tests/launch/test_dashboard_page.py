@@ -84,7 +84,7 @@ def test_finished_run_is_readable_on_a_phone_and_its_words_are_only_text(tmp_pat
 def test_live_run_of_four_stages(tmp_path, page, start, request):
     write_config(tmp_path, SLOW_LINKS)
     launcher = start("tahq-launch", "cluster.yaml", "--dashboard")
-    page.open(dashboard_address(launcher), width=1100, height=1350)
+    page.open(dashboard_address(launcher), height=1550)
     page.wait_for("training", "#state")
     wait_for_step(page, 30)
     pipeline = page.text("#pipeline")

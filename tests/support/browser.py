@@ -44,7 +44,7 @@ class Page:
     def picture(self, path: Path) -> None:
         """Write what the window shows as a PNG with a palette."""
         with Image.open(BytesIO(self._driver.get_screenshot_as_png())) as image:
-            image.convert("RGB").quantize(method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
+            image.convert("RGB").quantize(256, kmeans=1).save(path, optimize=True)
 
     def errors(self) -> list[str]:
         """Errors and warnings in the console since the last call."""

@@ -150,14 +150,14 @@ class RunFeed:
             records = [step_record(row) for row in self._recent]
         except WRONG as error:
             problem = f"metrics.jsonl has steps that this tahq cannot read: {error}"
-        step = median_step(records) if records else None
+        step, state = median_step(records) if records else None, self._state()
         total_steps = int(self._seen.get("planned", {}).get("total_steps", 0))
         limit = diagnose(step) if step is not None else None
         return {
             "name": self._folder.resolve().name,
-            "state": self._state(),
+            "state": state,
             "is_over": self.is_over,
-            "is_waiting": not self.is_over and bool(self._away),
+            "has_trouble": state != "done" if self.is_over else bool(self._away),
             "problem": problem,
             "step": self._step,
             "total_steps": max(total_steps, self._step),
@@ -170,7 +170,7 @@ class RunFeed:
     def _state(self) -> str:
         ended, phase = self._seen.get("ended"), self._seen.get("phase")
         if ended is not None:
-            return "done" if ended["exit_status"] == 0 else f"ended {ended['text']}"
+            return "done" if ended.get("exit_status") == 0 else f"ended {ended['text']}"
         if self.is_over:
             return "not running" if phase is None else "not running: it was killed; continue it with --resume"
         return "starting" if phase is None else str(phase["text"])

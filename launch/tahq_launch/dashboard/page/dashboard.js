@@ -98,7 +98,7 @@ function drawFigures() {
   document.title = `${view.name}: ${view.state}`;
   byId("name").textContent = view.name;
   if (byId("state").textContent !== view.state) byId("state").textContent = view.state;
-  byId("state").className = view.is_waiting ? "bad" : "";
+  byId("state").className = view.has_trouble ? "bad" : "";
   byId("problem").textContent = view.problem;
   byId("steps").textContent = `step ${view.step} of ${view.total_steps}`;
   byId("progress").max = Math.max(1, view.total_steps);
