@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tahq import __version__
+from tahq.version import is_same_source
 
 if TYPE_CHECKING:
     from tahq.config.cluster import ClusterConfig
@@ -32,7 +33,7 @@ def check_host() -> int:
     """Answer both requests; exit status 0 whatever was found."""
     request = json.loads(sys.stdin.readline())
     client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
-    if request["version"] != __version__:  # it may not know the configuration's keys
+    if not is_same_source(request["version"], __version__):  # it may not know the configuration's keys
         fault = (f"tahq {__version__} is installed there, {request['version']} here", "install the same version")
         _reply({"faults": [fault], "seen_from": client, "dialled": ""})
         return 0
