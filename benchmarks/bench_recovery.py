@@ -62,7 +62,7 @@ def train(name: str, options: argparse.Namespace, steps: int, run: dict[str, Any
 
 def overhead(options: argparse.Namespace) -> Iterator[list[str]]:
     """With and without protection, in turns; which comes first changes from block to block."""
-    settings = {"with": {"snapshot_every": options.every}, "without": {"frame_log": 0}}
+    settings = {"with": {"checkpoint_every": options.every}, "without": {"frame_log": 0}}
     for name in PIPELINES:
         means: dict[str, list[float]] = {each: [] for each in settings}
         for block in range(options.repeats):
@@ -79,7 +79,7 @@ def recoveries(options: argparse.Namespace) -> Iterator[list[str]]:
         seconds, step_s = [], []
         for _ in range(options.repeats):
             fault = f"kill@forward:stage=1:step={every + behind}"
-            run = train("sleeping", options, every + behind + 3, {"snapshot_every": every}, fault)
+            run = train("sleeping", options, every + behind + 3, {"checkpoint_every": every}, fault)
             seconds += [float(found) for found in re.findall(r"is back after ([0-9.]+) s", run.output)]
             step_s.append(statistics.median(run.step_times_s(SETTLE)))
         yield [str(behind), spread(seconds, 1), f"{statistics.median(step_s):.3f}"]

@@ -75,6 +75,28 @@ def test_any_file_is_refused_by_name(tmp_path_factory, text):
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [("50", 50), ("10min", 600.0), ("1.5h", 5400.0), ("600s", 600.0), ("never", "never"), ("null", "never")],
+)
+def test_checkpoints_follow_steps_or_the_clock(file, value, read):
+    every = file.load(LEAST, f"run.checkpoint_every={value}").run.checkpoint_every
+    assert (every, type(every)) == (read, type(read))
+    assert file.load(LEAST).run.checkpoint_every == 600.0
+
+
+def test_keys_by_their_old_names_are_read_and_the_later_of_both_names_wins(file):
+    old = changed("{name: test}", "{name: test, snapshot_every: 7, keep_snapshots: 3, snapshot_buffers: 1}")
+    run = file.load(old).run
+    assert (run.checkpoint_every, run.keep_checkpoints, run.checkpoint_buffers) == (7, 3, 1)
+    assert file.load(old, "run.checkpoint_every=1h").run.checkpoint_every == 3600.0
+    present = changed("{name: test}", "{name: test, checkpoint_every: 7}")
+    assert file.load(present, "run.snapshot_every=null").run.checkpoint_every == "never"
+    assert file.load(present, "run={snapshot_every: 9}").run.checkpoint_every == 9
+    recompute = file.load(LEAST, "training.activation_checkpointing=block", "training.steps=3").memory.recompute
+    assert recompute == "block"
+
+
 # -- --set ---------------------------------------------------------------------------------------
 
 FOUR_HOSTS = changed("hosts: local", "hosts: [{address: a}, {address: b}, {address: c}, {address: d}]")

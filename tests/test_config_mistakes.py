@@ -27,6 +27,7 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
         ("hosts: local", "hosts: [{address: a}]\npipeline: {stages: 4}", 15, "hosts lists 1 machines, pipeline.st"),
         ("hosts: local", "wire:\n  backend: gpu", 16, "wire.backend: expected auto, reference, cpu or triton; got"),
         ("global_batch: 8", "global_batch: 9", 9, "training: global_batch 9 is not divisible by micro_batch 2"),
+        ("{name: test}", "{name: test, snapshot_every: no}", 1, "run.checkpoint_every: expected a duration such as"),
         ("rate: 100mbit", "cap_up: 60%", 14, "links.cap_up: 60% is a share of a rate, and with hosts: local no rate"),
         ("text: stdlib", "seq_len: 5", 7, "data: needs exactly one of text, tokens, jsonl; got none"),
         ("hosts: local", "pipeline:\n  stages: 5", 16, "pipeline.stages 5 is above model.num_layers 4"),
@@ -43,6 +44,11 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
         ("steps: 10", "max_steps: 10", "training.max_steps is not a key of training; use training.steps"),
         ("steps: 10", "learning_rate: 1e-4", "training.learning_rate is not a key of training; use training.lr"),
         ("hosts: local", "bf16: true", "bf16 is not a section of a configuration; use training.precision"),
+        (
+            "steps: 10",
+            "save_steps: 10",
+            "training.save_steps is not a key of training; use run.checkpoint_every, in st",
+        ),
         ("hosts: local", "adapter: lora", "adapter is not a section of a configuration; use full training; adapters"),
     ],
 )
@@ -109,6 +115,14 @@ VALUES = [
     ("data.text=[]", "expected a path or a list of paths and globs; got []"),
     ('data.tokenizer=""', "expected text that is not empty; got ''"),
     ("run.name=../x", "expected at most 100 letters, digits, dots, dashes, underscores"),
+    *(
+        (
+            f"run.checkpoint_every={each}",
+            f"expected a duration such as 10min, a number of steps such as 50, or never; got {got}",
+        )
+        for each, got in (("0", "0"), ("0s", "'0s'"), ("1.5", "1.5"), ("10 parsecs", "'10 parsecs'"), ("[5]", "[5]"))
+    ),
+    ("run.checkpoint_every=true", "expected a number; got true"),
     ("run.copy_rate=5kbit", "expected 10kbit or more; got '5kbit'"),
     ("run.bind=localhost", "expected host:port, such as 0.0.0.0:7000 or [::1]:7000"),
     ("run.advertise=a:0", "peers dial this address, so it needs the real port"),

@@ -159,13 +159,18 @@ def test_changes_that_are_made_already_or_impossible_are_not_advised():
         "memory.activations: agoq",
         "memory.gradients: fp8",
         "pipeline.stages: 3",
+        "run.checkpoint_buffers: 0",
         "one layer fewer here, pipeline.layers: [2, 4]",
     }
     small = {"activations": "agoq", "gradients": "fp8", "recompute": "block"}
-    assert advised(training={"micro_batch": 1}, memory=small, pipeline={"stages": 6, "layers": [1] * 6}) == {}
+    waiting = {"checkpoint_buffers": 0}
+    pipeline = {"stages": 6, "layers": [1] * 6}
+    assert advised(training={"micro_batch": 1}, memory=small, pipeline=pipeline, run=waiting) == {}
     fused = {"optimizer": "qgalore", "precision": "bf16", "micro_batch": 24, "clip_norm": None, "non_finite": "halt"}
     alone = {"stages": 1, "layers": [6]}
-    only = advised(model={"family": "llama"}, training=fused | {"qgalore": {"fused": True}}, pipeline=alone)
+    only = advised(
+        model={"family": "llama"}, training=fused | {"qgalore": {"fused": True}}, pipeline=alone, run=waiting
+    )
     assert set(only) == {
         *(f"memory.recompute: {level}" for level in ("norm", "att", "block")),
         "memory.activations: agoq",
@@ -176,11 +181,12 @@ def test_changes_that_are_made_already_or_impossible_are_not_advised():
 def test_shallower_schedules_and_fewer_checkpoint_buffers_are_advised():
     assert "pipeline.schedule: 1f1b" in advised(pipeline={"schedule": "gpipe"})
     assert "pipeline.in_flight: null" in advised(pipeline={"in_flight": 4})
-    memory = estimated(config(run={"snapshot_every": 5}), 0)
+    memory = estimated(config(), 0)
     for precision in ("fp32", "bf16"):  # no checkpoint has the bf16 copies
         training = {"precision": precision}
-        buffers = advised(training=training, run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
+        buffers = advised(training=training)["run.checkpoint_buffers: 0"]
         assert buffers == 2 * (memory.weights + memory.optimizer)
+    assert "run.checkpoint_buffers: 0" not in advised(run={"checkpoint_every": "never"})
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from tahq.comm.topology import Grid
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
-from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, Shard, with_recompute
+from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, Shard
 from tahq.models.config import ModelConfig
+from tahq.pipeline.checkpoint.renamed_keys import with_present_names
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
@@ -42,8 +43,8 @@ _OTHER_NAMES = {
     "training.global_batch, the samples of a step": "gradient_accumulation_steps",
     "training.precision": "bf16 fp16 mixed_precision torch_dtype dtype",
     "training.eval_every, in steps": "eval_steps eval_interval val_check_interval",
-    "run.snapshot_every, in steps": "save_steps save_interval checkpoint_interval saves_per_epoch",
-    "run.keep_snapshots": "save_total_limit keep_latest_k",
+    "run.checkpoint_every, in steps": "save_steps save_interval checkpoint_interval saves_per_epoch",
+    "run.keep_checkpoints": "save_total_limit keep_latest_k",
     "run.dir": "output_dir save_dir dump_folder",
     "run.name": "run_name",
     "memory.recompute, such as block": "gradient_checkpointing activation_checkpointing",
@@ -85,7 +86,7 @@ class ClusterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_old_names(cls, given: object) -> object:
-        return with_recompute(given) if isinstance(given, dict) else given
+        return with_present_names(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "ClusterConfig":

@@ -16,6 +16,7 @@ import yaml
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError, brief
+from tahq.pipeline.checkpoint.renamed_keys import RENAMED, with_present_names
 from tahq.quant.config import WORDS
 from tahq.typed_yaml.mistakes import Origins, dotted, read_document, validated, with_place
 from tahq.typed_yaml.positions import KeyPath, YamlError, parse_yaml, plain_scalar
@@ -59,7 +60,8 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins
         raise ConfigError(f"{path}:{document.lines[()]}: expected sections such as `model:`, got {brief(repr(value))}")
     # `links:` with every key commented out means the defaults, not null
     values = {name: {} if each is None and name != "hosts" else each for name, each in value.items()}
-    known: dict[KeyPath, int | str] = dict(document.lines)
+    values = with_present_names(values)
+    known: dict[KeyPath, int | str] = {RENAMED.get(path, path): line for path, line in document.lines.items()}
     changes: dict[KeyPath, str] = {}
     for override in overrides:
         label = f"--set {brief(' '.join(override.splitlines()), 200)}"
@@ -95,7 +97,7 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
     if not text.strip():
         raise ConfigError(f"{label}: no value after =; write null for none, or '\"\"' for an empty text")
     try:
-        return names, parse_yaml(text).value
+        return list(RENAMED.get(tuple(names), names)), parse_yaml(text).value
     except YamlError as error:
         raise ConfigError(f"{label}: {error} (in the value)") from error
 

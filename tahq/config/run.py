@@ -3,11 +3,11 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from tahq.comm.config import Device, DialledHostPort, HostPort
 from tahq.errors import brief
-from tahq.units import Duration, Rate, Section, Size
+from tahq.units import Duration, Rate, Section, Size, parse_duration, write_duration
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -27,7 +27,28 @@ def _first_and_last(value: Any) -> Any:
     return steps
 
 
+def _interval(value: Any) -> Any:
+    """A number of steps as an int, a duration as a float in seconds, or never; ValueError if it is none of these."""
+    if value is None:  # the value that `run.snapshot_every` had
+        return "never"
+    if value == "never" or (type(value) is int and value >= 1):
+        return value
+    try:
+        seconds = parse_duration(value)
+    except ValueError:
+        seconds = 0.0
+    if not isinstance(value, str) or seconds <= 0:
+        got = brief(repr(value))
+        raise ValueError(f"expected a duration such as 10min, a number of steps such as 50, or never; got {got}")
+    return seconds
+
+
 TracedSteps = Annotated[tuple[int, int], BeforeValidator(_first_and_last)]
+Interval = Annotated[
+    int | float | Literal["never"],
+    BeforeValidator(_interval),
+    PlainSerializer(lambda every: write_duration(every) if isinstance(every, float) else every),
+]
 
 
 class RunConfig(Section):
@@ -56,11 +77,11 @@ class RunConfig(Section):
     """How long the coordinator waits for all stages to join."""
     grace: Duration = Field(default=25.0, gt=0)
     """Time for the current step and its checkpoint after SIGTERM."""
-    snapshot_every: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; one is always written at the end and on interruption."""
-    snapshot_buffers: int = Field(default=2, ge=0, le=2)
+    checkpoint_every: Interval = 600.0
+    """Steps (int) or seconds (float) between checkpoints; one is always written at the end and on interruption."""
+    checkpoint_buffers: int = Field(default=2, ge=0, le=2)
     """Copies of a stage that may be waiting for the disk while training goes on; 0: training waits for the disk."""
-    keep_snapshots: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     copies: int = Field(default=1, ge=0, le=1)
     """Copies of each stage's checkpoint on other hosts."""
     copies_within_host: bool = False

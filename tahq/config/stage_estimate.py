@@ -248,9 +248,9 @@ def memory_savings(config: ClusterConfig, spec: ModelSpec, stage: int, *, device
 
     now = needed(config, stage)
     found: list[tuple[str, int]] = []
-    if device == "cpu" and config.run.snapshot_every is not None:
+    if device == "cpu" and config.run.checkpoint_every != "never":
         snapshot = stage_estimate(config, spec, stage, device=device).snapshot
-        found.append(("run.snapshot_buffers: 0", config.run.snapshot_buffers * snapshot))
+        found.append(("run.checkpoint_buffers: 0", config.run.checkpoint_buffers * snapshot))
     for change, changed in _changes(config, spec, stage, device=device):
         try:
             ClusterConfig.model_validate(changed.model_dump(mode="json"))

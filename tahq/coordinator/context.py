@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tahq.comm.config import LinkTransport
 from tahq.comm.control.messages import Abort, Bye, Message
@@ -35,9 +36,9 @@ class CoordinatorOptions:
     version: str
     """tahq's; a worker of another version is refused."""
     training: TrainingConfig
-    snapshot_every: int | None = None
-    """Steps between checkpoints; one is always written at the end and on interruption."""
-    keep_snapshots: int = 2
+    checkpoint_every: int | float | Literal["never"] = "never"
+    """Steps (int) or seconds (float) between checkpoints; one is always written at the end and on interruption."""
+    keep_checkpoints: int = 2
     copies: int = 0
     """Copies of each stage's checkpoint on other hosts."""
     copies_within_host: bool = False

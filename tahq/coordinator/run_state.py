@@ -146,6 +146,8 @@ class RunState:
     skipped_in_a_row: int = 0
     step_began_s: float = 0.0
     """When the current step began."""
+    checkpoint_s: float = 0.0
+    """When the run began, or the last checkpoint was decided."""
     reported_s: float = 0.0
     """When a stage last reported something that the end of the run waits for."""
     evaluating: int | None = None
@@ -219,7 +221,7 @@ class RunState:
         if commit.evaluate:
             self.evaluating = commit.step
         if commit.snapshot:
-            self.owed[after.step] = after
+            self.owed[after.step], self.checkpoint_s = after, now_s
 
     def published(self, point: RestorePoint) -> None:
         """A checkpoint is complete: stages whose hosts have it begin there from now on."""

@@ -96,7 +96,7 @@ def decide(
     num_stages: int | None = None,
     num_norms: int | None = None,
     abandoned: bool = False,
-    snapshot_every: int | None = None,
+    is_checkpoint_due: bool = False,
     skipped_in_a_row: int = 0,
     stop: bool = False,
 ) -> Commit:
@@ -110,7 +110,7 @@ def decide(
         num_stages: of one replica; None: of the only one.
         num_norms: workers that report different norms; None: those of one replica.
         abandoned: this step is given up.
-        snapshot_every: steps between checkpoints.
+        is_checkpoint_due: this step ends with a checkpoint, as the last one does.
         skipped_in_a_row: steps before this one that were skipped.
         stop: this step is to be the last.
 
@@ -135,7 +135,7 @@ def decide(
         apply=apply,
         clip_factor=clip_factor(norm, training.clip_norm) if apply else 1.0,
         evaluate=training.eval_every is not None and (last or done % training.eval_every == 0),
-        snapshot=last or stop or (snapshot_every is not None and done % snapshot_every == 0),
+        snapshot=last or stop or is_checkpoint_due,
         stop=last or stop,
         abandoned=abandoned,
     )

@@ -100,6 +100,7 @@ class Training:
                 "disk, so is the run"
             )
         self._begin_at(run.base)
+        run.checkpoint_s = ctx.clock()
         evaluations = journal.evaluations()
         for step in journal.steps():
             self._is_continued = True
@@ -216,7 +217,7 @@ class Training:
             num_stages=options.grid.num_stages,
             num_norms=options.num_norms,
             abandoned=bool(run.abandoned_for) or options.recorded_replicas.get(run.step) == (),
-            snapshot_every=options.snapshot_every,
+            is_checkpoint_due=self._is_checkpoint_due(now_s),
             skipped_in_a_row=run.skipped_in_a_row,
             stop=run.stop_signal is not None,
         )
@@ -243,6 +244,12 @@ class Training:
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
+
+    def _is_checkpoint_due(self, now_s: float) -> bool:
+        every, run = self._ctx.options.checkpoint_every, self._run
+        if isinstance(every, int):
+            return (run.step + 1) % every == 0
+        return every != "never" and now_s - run.checkpoint_s >= every
 
     def _next_replicas(self) -> list[int]:
         """The replicas that compute the next step, if that changes; else none."""
@@ -478,7 +485,7 @@ def publish_to_folder(options: CoordinatorOptions, parts: SnapshotParts) -> None
         "codecs": dict(parts.point.saved_codecs),
     }
     folders.publish(snapshots, parts.step, files, meta, options.give_up_s)
-    _try_to(lambda: folders.prune(snapshots, options.keep_snapshots, base=parts.base))  # the new one is complete anyway
+    _try_to(lambda: folders.prune(snapshots, options.keep_checkpoints, base=parts.base))  # the new one is complete
     reached(fault_points.PUBLISHED, step=parts.step)
 
 

@@ -1,13 +1,12 @@
 """Configuration of memory: the section `memory:`, and the sections of `training:` that belong to one optimizer."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
 from tahq.units import Section
 
-_OLD_RECOMPUTE = "activation_checkpointing"
 COAT_FAMILIES = ("llama", "qwen2", "mistral")
 """Families with Llama's block: two RMSNorms, a gated SiLU, nothing between projections and rotary embedding."""
 READ_BF16_GRADIENTS = ("adamw", "adamw8bit", "adamw_bf16")
@@ -31,16 +30,6 @@ EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
     "ffn": ("norms",),
 }
 """By level, the layers whose inputs are kept unchanged, outside of what is checkpointed."""
-
-
-def with_recompute(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration of an earlier version, with `memory.recompute` for its `training.activation_checkpointing`."""
-    training = config.get("training")
-    if not isinstance(training, Mapping) or _OLD_RECOMPUTE not in training:
-        return config
-    memory = {"recompute": training[_OLD_RECOMPUTE], **(config.get("memory") or {})}
-    others = {key: value for key, value in training.items() if key != _OLD_RECOMPUTE}
-    return {**config, "training": others, "memory": memory}
 
 
 class CoatConfig(Section):

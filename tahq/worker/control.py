@@ -221,7 +221,8 @@ class WorkerTraining:
         self._offer = offer
         self._config = config = assembly.config
         self._run_folder = Path(config.run.dir) / config.run.name
-        self._writer = SnapshotWriter(self._write_snapshot, config.run.snapshot_buffers, stage.stopwatch)
+        num_stages = config.pipeline.num_workers if isinstance(config.hosts, str) else 1
+        self._writer = SnapshotWriter(self._write_snapshot, config.run.checkpoint_buffers, stage.stopwatch, num_stages)
         self._is_saving = False
         """Whether the steps wait for a checkpoint."""
         self._last_checkpoint: int | None = None
@@ -371,7 +372,7 @@ class WorkerTraining:
             return
         if isinstance(self._config.hosts, list):
             try:
-                prune(snapshots, self._config.run.keep_snapshots, self._complete_snapshot, self._complete_snapshot)
+                prune(snapshots, self._config.run.keep_checkpoints, self._complete_snapshot, self._complete_snapshot)
             except SnapshotError as error:  # the new checkpoint is complete regardless
                 log.warning("%s", error)
         self._offer(written.sha256, folder / written.file)

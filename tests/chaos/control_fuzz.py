@@ -265,7 +265,7 @@ def _status(said: list[Heard], folder: Path) -> int:
     coordinator = scene.build(
         steps=_STEPS,
         eval_every=1,
-        snapshot_every=1,
+        checkpoint_every=1,
         peer_timeout_s=5.0,
         give_up_s=5.0,
         join_timeout_s=2.0,

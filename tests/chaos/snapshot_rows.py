@@ -50,7 +50,7 @@ def _flip(attempt: Attempt, victim: Path) -> None:
 
 def disk_full(attempt: Attempt) -> Figures:
     """The disk is full when a checkpoint is due, and has room again for the last one."""
-    config = small_run(30, run={"snapshot_every": 10})
+    config = small_run(30, run={"checkpoint_every": 10})
     snapshots = attempt.folder / "runs" / "run" / "snapshots"
     snapshots.mkdir(parents=True)
     with small_disk(snapshots, _DISK_NBYTES), launched(attempt.folder, config) as scene:

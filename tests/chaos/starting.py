@@ -24,7 +24,7 @@ Environment = Mapping[str, str] | None
 def small_run(num_steps: int, **sections: dict[str, Any]) -> dict[str, Any]:
     """A GPT-2 of three blocks and stages, 8 micro-batches of 2 × 128 tokens per step, TAH-Quant's codecs."""
     own: dict[str, dict[str, Any]] = {
-        "run": {"name": "run", "seed": 3, "peer_timeout": "10s", "snapshot_every": 4},
+        "run": {"name": "run", "seed": 3, "peer_timeout": "10s", "checkpoint_every": 4},
         "model": {"num_layers": STAGES},
         "data": {"seq_len": 128},
         "training": {"steps": num_steps, "global_batch": 16, "micro_batch": 2},

@@ -13,7 +13,7 @@ from tahq.coordinator.journal import Journal
 
 STAGES = 2
 ALL = [0, 1]
-OPTIONS = {"num_stages": 4, "replicas": 2, "steps": 12, "snapshot_every": 3, "eval_every": 4}
+OPTIONS = {"num_stages": 4, "replicas": 2, "steps": 12, "checkpoint_every": 3, "eval_every": 4}
 
 
 @dataclass

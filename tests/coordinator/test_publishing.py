@@ -49,7 +49,7 @@ def test_steps_are_committed_while_a_checkpoint_is_published(scene):
     scene.executor = None
     scene.publish = publish
     scene.workers()
-    assert scene.run(steps=8, snapshot_every=2) == 0
+    assert scene.run(steps=8, checkpoint_every=2) == 0
     assert committed[0] >= 4
     assert [part.step for part in scene.published] == [2, 4, 6, 8]
     assert scene.end.last_snapshot == 8
@@ -58,7 +58,7 @@ def test_steps_are_committed_while_a_checkpoint_is_published(scene):
 
 def test_run_that_breaks_off_names_the_checkpoint_that_was_being_published(late):
     late.workers(stage1={"silent_from_step": 3})
-    assert late.run(steps=8, snapshot_every=2, give_up_s=20.0) == 3
+    assert late.run(steps=8, checkpoint_every=2, give_up_s=20.0) == 3
     assert [part.step for part in late.published] == [2]
     assert late.end.last_snapshot == 2
     assert [record.error for record in late.observer.of("snapshot_written")] == [""]
@@ -99,7 +99,9 @@ def test_programming_error_while_publishing_is_raised(scene):
 def test_run_whose_folder_is_found_removed_while_it_breaks_off_ends_with_one_line(late):
     late.publish_error = UserError("the run's folder is gone")
     workers = late.workers(stage1={"silent_from_step": 3})
-    assert late.run(lambda: workers[1].silent and late.coordinator.worker_exited(1, 4), steps=8, snapshot_every=2) == 4
+    assert (
+        late.run(lambda: workers[1].silent and late.coordinator.worker_exited(1, 4), steps=8, checkpoint_every=2) == 4
+    )
     assert "the run's folder is gone" in late.warnings()
 
 
@@ -118,7 +120,7 @@ def write_parts(run_folder, step, num_stages=2):
 
 @pytest.fixture
 def publisher(scene):
-    return partial(publish_to_folder, replace(scene.options, keep_snapshots=2))
+    return partial(publish_to_folder, replace(scene.options, keep_checkpoints=2))
 
 
 def test_published_checkpoint_is_the_latest_names_its_files_and_removes_old_ones(publisher, tmp_path):

@@ -25,7 +25,7 @@ AGAIN = b"worker-1-again"
 def led(scene, kills, after_steps=0, **options):
     """Lead a run to its end; `kills` are (tick, stage), counted once so many steps are done."""
     scene.workers()
-    scene.build(**({"steps": 8, "snapshot_every": 3, "eval_every": 2} | options))
+    scene.build(**({"steps": 8, "checkpoint_every": 3, "eval_every": 2} | options))
     scene.coordinator.restart = scene.restart
     plan, ticks = sorted(kills), 0
 
@@ -87,7 +87,7 @@ def test_neighbours_make_ready_before_the_new_worker_is_sent_its_plan(scene):
 def test_stages_that_go_back_prepare_the_same_step_again(scene):
     """Only the killed worker had not prepared the step; the others' second PREPARE has another timing."""
     scene.workers(stage1={"say": {3: []}}, stage2={"lacking": [1]})
-    scene.build(steps=6, snapshot_every=2)
+    scene.build(steps=6, checkpoint_every=2)
     scene.start_over_when_told(lacking=[], say={}, prepare={"timing": {"forward": 2.0}})
     scene.when(lambda: len(scene.losses()) == 3 and not scene.server.inbox, lambda: scene.kill(1))
     assert scene.run() == 0, scene.end.message
@@ -97,7 +97,7 @@ def test_stages_that_go_back_prepare_the_same_step_again(scene):
 
 def test_stage_that_recomputes_a_different_result_is_named_once_and_the_run_goes_on(scene):
     scene.workers()
-    scene.build(steps=6, snapshot_every=50)
+    scene.build(steps=6, checkpoint_every=50)
     scene.coordinator.restart = partial(scene.restart, prepare={"norm2": [0.25, 0.75]})
     scene.after(2, lambda: scene.kill(1))
     scene.one_message_a_turn()
@@ -127,7 +127,7 @@ def test_worker_that_takes_a_stage_over_goes_on_and_the_old_one_is_fenced(scene,
     scene.server.workers[new.identity] = new
     scene.after(4, lambda: new.send(say.Join(1, VERSION, "host1", 202, **word)))
     scene.one_message_a_turn()
-    assert scene.run(steps=8, snapshot_every=3) == 0, scene.end.message
+    assert scene.run(steps=8, checkpoint_every=3) == 0, scene.end.message
     assert scene.losses() == [2.0] * 8
     assert new.step == 7
     assert old.step < 7
@@ -156,7 +156,7 @@ def test_worker_with_another_key_cannot_take_a_stage_over(scene, phase):
 
 def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):
     scene.workers()
-    scene.build(steps=8, snapshot_every=2)
+    scene.build(steps=8, checkpoint_every=2)
     scene.after(5, lambda: scene.kill(1))
     unread = (b"worker-2", say.Relinked(2, 2, [1]))
     scene.when(lambda: scene.server.told(AGAIN, say.Start), lambda: scene.server.inbox.append(unread))
@@ -173,7 +173,7 @@ def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):
 def test_stage_that_comes_back_and_never_connects_ends_the_run_within_its_deadline(scene):
     """As after a lost dial: its worker is alive, and reports nothing about its links."""
     scene.workers()
-    scene.build(steps=8, join_timeout_s=200.0, give_up_s=50.0, snapshot_every=2)
+    scene.build(steps=8, join_timeout_s=200.0, give_up_s=50.0, checkpoint_every=2)
     scene.coordinator.restart = partial(scene.restart, ignores=(say.Plan,))
     scene.after(3, lambda: scene.kill(1))
     scene.one_message_a_turn()
@@ -191,7 +191,7 @@ def test_worker_that_lives_and_never_reports_ends_the_run_within_its_deadline(sc
     mute = scene.workers()[stage]
     report = mute.report
     mute.report = lambda commit: None if commit.stop else report(commit)
-    assert scene.run(snapshot_every=2, give_up_s=30.0, join_timeout_s=200.0, **options) == 3
+    assert scene.run(checkpoint_every=2, give_up_s=30.0, join_timeout_s=200.0, **options) == 3
     assert f"stage {stage} did not report {owed}" in scene.end.message
     assert "within 200 s (run.join_timeout); the run can be resumed" in scene.end.message
     assert "(checkpoint after step 2)" in scene.end.message
@@ -222,7 +222,7 @@ def lead_with_damage(scene, damaged, journal=None):
     """Kill stage 1 once 5 steps are done; of these checkpoints its host has no whole file."""
     scene.workers()
     scene.publish = lambda parts: publish_to_folder(scene.options, parts)
-    scene.build(journal, snapshot_every=2, eval_every=3, **ON_HOSTS)
+    scene.build(journal, checkpoint_every=2, eval_every=3, **ON_HOSTS)
     scene.start_over_when_told(damaged=damaged)
     scene.after(5, lambda: scene.kill(1))
     scene.coordinator.restart = partial(scene.restart, damaged=damaged)

@@ -71,13 +71,27 @@ def test_nothing_left_to_do_ends_at_once_with_status_0(scene):
 
 def test_evaluations_and_checkpoints_follow_their_schedules(scene):
     scene.workers()
-    assert scene.run(steps=5, eval_every=2, snapshot_every=3, start_step=1, snapshot="snapshots/step-1") == 0
+    assert scene.run(steps=5, eval_every=2, checkpoint_every=3, start_step=1, snapshot="snapshots/step-1") == 0
     commits = scene.server.told(b"worker-0", say.Commit)
     assert [c.step + 1 for c in commits if c.evaluate] == [2, 4, 5]
     assert [c.step + 1 for c in commits if c.snapshot] == [parts.step for parts in scene.published] == [3, 5]
     assert [(c.step + 1, c.complete_snapshot) for c in commits] == [(2, 1), (3, 1), (4, 3), (5, 3)]
     validated = scene.observer.of("validated")
     assert [(v.step, v.loss, v.loss_raw) for v in validated] == [(2, 3.0, 2.5), (4, 3.0, 2.5), (5, 3.0, 2.5)]
+
+
+def test_checkpoints_follow_the_clock(scene):
+    scene.workers()
+    scene.one_message_a_turn()
+    assert scene.run(steps=9, checkpoint_every=1.0) == 0
+    due, passed_s = [], 0.0
+    for record in scene.observer.of("step_committed"):
+        passed_s += record.step_time_s
+        if passed_s >= 1.0 or record.step == 9:
+            due.append(record.step)
+            passed_s = 0.0
+    assert [parts.step for parts in scene.published] == due
+    assert 3 <= len(due) < 9
 
 
 @settings(max_examples=50, deadline=None)
@@ -88,7 +102,7 @@ def test_any_order_of_arrival_gives_the_same_run(new_scene, seed):
         scene = new_scene()
         scene.server.random = luck
         scene.workers(stage1={"prepare": {"norm2": [1e16, 1.0, 1e-16]}})
-        assert scene.run(steps=5, eval_every=2, snapshot_every=2) == 0
+        assert scene.run(steps=5, eval_every=2, checkpoint_every=2) == 0
         records = [replace(record, step_time_s=0.0) for record in scene.observer.of("step_committed")]
         told = [scene.server.told(f"worker-{stage}".encode(), say.Commit | say.Plan | say.Bye) for stage in range(3)]
         # when a checkpoint is known to be complete may differ
@@ -216,7 +230,7 @@ def test_stage_of_a_key_is_given_to_no_other(scene):
 def test_killed_worker_that_is_not_started_again_is_waited_for_and_then_given_up(scene):
     workers = scene.workers(stage2={"silent_from_step": 2})
     scene.when(lambda: workers[2].silent, lambda: scene.coordinator.worker_exited(2, -9))
-    assert scene.run(snapshot_every=1, give_up_s=30.0) == 3
+    assert scene.run(checkpoint_every=1, give_up_s=30.0) == 3
     assert "stage 2 (host2, pid 102): its worker exited with status -9 (SIGKILL) at step 3" in scene.warnings()
     assert "stage 2 did not come back within 30 s (run.give_up)" in scene.end.message
     assert "resumed with `tahq-launch c.yaml --resume` (checkpoint after step 2)" in scene.end.message
@@ -276,7 +290,7 @@ def test_coordinator_that_was_held_up_does_not_blame_its_workers(scene):
             worker.beat()
 
     scene.publish = publish
-    assert scene.run(snapshot_every=2) == 0
+    assert scene.run(checkpoint_every=2) == 0
 
 
 @pytest.mark.parametrize(
@@ -370,7 +384,7 @@ def test_signal_finishes_the_step_writes_a_checkpoint_and_says_bye(scene, waitin
 
 
 def test_second_signal_aborts_at_once(scene, waiting):
-    worker = waiting(signal.SIGINT, snapshot_every=1)
+    worker = waiting(signal.SIGINT, checkpoint_every=1)
     scene.when(lambda: worker.step == 2, lambda: scene.coordinator.request_stop(signal.SIGINT))
     assert scene.run() == 130
     assert "second SIGINT" in scene.end.message
@@ -380,7 +394,7 @@ def test_second_signal_aborts_at_once(scene, waiting):
 
 @pytest.mark.parametrize(("number", "ended_by_it"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_step_that_takes_longer_than_the_grace_after_sigterm_is_given_up(scene, waiting, number, ended_by_it):
-    worker = waiting(number, snapshot_every=1, grace_s=3.0)
+    worker = waiting(number, checkpoint_every=1, grace_s=3.0)
     scene.when(lambda: scene.clock.now_s > 1006.0, worker.resume)
     assert scene.run() == 128 + number
     assert (scene.end.steps_done, scene.end.last_snapshot) == ((2, 2) if ended_by_it else (3, 3))

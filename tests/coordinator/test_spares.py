@@ -11,7 +11,7 @@ from tahq.errors import PeerLostError
 
 COPIED_ONCE = {f"stage{stage}": {"copies_through": 4} for stage in range(3)}
 """The second checkpoint, after 8 steps, is not copied."""
-OPTIONS = {"steps": 12, "snapshot_every": 4, "copies": 1, "give_up_s": 40.0}
+OPTIONS = {"steps": 12, "checkpoint_every": 4, "copies": 1, "give_up_s": 40.0}
 
 
 @dataclass
@@ -168,7 +168,7 @@ def test_lost_stage_without_a_copy_ends_the_run_and_names_the_file(scene, spare)
 
 
 def test_without_a_checkpoint_a_spare_begins_at_the_beginning(scene, spare):
-    serve(scene, snapshot_every=50)
+    serve(scene, checkpoint_every=50)
     silence(scene, 1, 5)
     assert scene.run() == 0, scene.end.message
     assert scene.server.told(b"spare", say.Start)[0].step == 0

@@ -67,7 +67,7 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer th
 @two_devices
 def test_a_worker_uses_no_device_but_its_own(tmp_path):
     """A context on another's GPU costs half a gigabyte there, and seconds in the first step."""
-    config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto", "snapshot_every": 5}}, steps=60)
+    config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto", "checkpoint_every": 5}}, steps=60)
     used: set[tuple[str, str]] = set()
     run = start(tmp_path, "tahq-launch", str(write_config(tmp_path, config)))
     while run.poll() is None:

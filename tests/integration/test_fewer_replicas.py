@@ -17,7 +17,7 @@ def replicated(replicas, stages, *, training=None, **pipeline):
         pipeline={"stages": stages, "replicas": replicas, **pipeline},
         wire={"all_reduce": "fp8"},
         training={"steps": STEPS, "global_batch": 8, "micro_batch": 1, **(training or {})},
-        run={"snapshot_every": 10},
+        run={"checkpoint_every": 10},
     )
 
 

@@ -15,7 +15,7 @@ NUM_STEPS = 7
 def config(**sections):
     """With lossy codecs, a lost or repeated micro-batch changes the losses."""
     return tiny(
-        run={"snapshot_every": 3, "peer_timeout": "10s"} | sections.pop("run", {}),
+        run={"checkpoint_every": 3, "peer_timeout": "10s"} | sections.pop("run", {}),
         model={"num_layers": 3, "hidden_size": 32},
         training={"steps": NUM_STEPS},
         pipeline={"stages": 3},

@@ -10,7 +10,7 @@ from support.runs import Run, environment, start, tiny, train, write_config
 
 STEPS, DISTURBED = 5, 3
 CONFIG = tiny(
-    run={"name": "tiny", "snapshot_every": 1, "keep_snapshots": STEPS},
+    run={"name": "tiny", "checkpoint_every": 1, "keep_checkpoints": STEPS},
     model={"num_layers": 3},
     pipeline={"stages": 3},
     training={"steps": STEPS, "lr_schedule": "constant"},

@@ -28,7 +28,7 @@ def replicated(replicas, stages, *, all_reduce=FP8, schedule="zero-bubble", **se
     )
 
 
-SIX_STEPS = {"run": {"snapshot_every": 2}, "training": {"steps": 6, "eval_every": 3, "eval_batches": 1}}
+SIX_STEPS = {"run": {"checkpoint_every": 2}, "training": {"steps": 6, "eval_every": 3, "eval_batches": 1}}
 
 
 def check_killed_worker(tmp_path, monkeypatch, config, fault):

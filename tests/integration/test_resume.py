@@ -8,7 +8,7 @@ from support.runs import Run, assert_same_run, launch, overrides, tiny, train
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8,round=stochastic"}
 CONFIG = tiny(
-    run={"snapshot_every": 2},
+    run={"checkpoint_every": 2},
     model={"dropout": 0.1},
     wire=LOSSY,
     pipeline={"stages": 2},

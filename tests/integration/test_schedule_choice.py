@@ -11,7 +11,7 @@ CONFIG = tiny(
     model={"dropout": 0.1},
     training={"steps": 14, "global_batch": 16, "clip_norm": 0.5},
     links={"rate": "20mbit", "delay": "25ms"},
-    run={"snapshot_every": 10},
+    run={"checkpoint_every": 10},
 )
 FREE = {**CONFIG, "pipeline": {"stages": 4, "balance": "counted"}}
 

@@ -20,7 +20,7 @@ from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 def config(**sections) -> dict:
     """A run with AQ-SGD, whose state changes with every step and is part of checkpoints."""
     return tiny(
-        run={"snapshot_every": 1, "keep_snapshots": 10} | sections.pop("run", {}),
+        run={"checkpoint_every": 1, "keep_checkpoints": 10} | sections.pop("run", {}),
         pipeline={"stages": 2},
         training={"steps": 5, "eval_every": 2, "eval_batches": 1} | sections.pop("training", {}),
         wire={"activations": "aqsgd", "gradients": "tah"} | sections.pop("wire", {}),
@@ -40,7 +40,7 @@ def all_tensors(run: Run) -> dict[str, torch.Tensor]:
 def test_background_checkpoints_equal_those_that_training_waits_for(tmp_path, cache):
     runs = []
     for num_buffers in (0, 2):
-        sections = config(run={"snapshot_buffers": num_buffers}, wire={"activations": f"aqsgd:cache={cache}"})
+        sections = config(run={"checkpoint_buffers": num_buffers}, wire={"activations": f"aqsgd:cache={cache}"})
         runs.append(train(tmp_path / str(num_buffers), sections))
     waiting, beside = runs
     assert beside.losses == waiting.losses
@@ -75,7 +75,7 @@ def test_full_disk_costs_one_checkpoint_and_the_next_that_fits_is_written(tmp_pa
     folder, resize = disk
     snapshots = folder / "snapshots"
     sections = config(
-        run={"snapshot_every": 4, "keep_snapshots": 1, "snapshot_buffers": 2},
+        run={"checkpoint_every": 4, "keep_checkpoints": 1, "checkpoint_buffers": 2},
         training={"steps": 1_000_000, "eval_every": None},
         wire={"activations": "fixed", "gradients": "fixed"},
     )
@@ -122,7 +122,7 @@ def test_full_disk_after_the_last_step_is_waited_for(tmp_path, disk):
     folder, resize = disk
     resize(16 << 20)
     steps = {"steps": 10, "eval_every": None}
-    write_config(tmp_path, config(run={"snapshot_every": None}, training=steps, links={"delay": "40ms"}))
+    write_config(tmp_path, config(run={"checkpoint_every": "never"}, training=steps, links={"delay": "40ms"}))
     launcher, filler = start(tmp_path, "tahq-launch", "cluster.yaml"), folder / "filler"
 
     def is_waiting():
@@ -147,7 +147,7 @@ def test_full_disk_after_the_last_step_is_waited_for(tmp_path, disk):
 def test_incomplete_checkpoint_of_a_killed_worker_is_ignored(tmp_path):
     """All processes are killed while a worker writes: the run resumes from the previous checkpoint, to the bit."""
     plan = config(
-        run={"snapshot_every": 2},
+        run={"checkpoint_every": 2},
         training={"steps": 6, "lr_schedule": "constant", "eval_every": None},
         wire={"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
     )

@@ -23,7 +23,7 @@ def test_epochs_end_after_their_samples_also_with_shorter_ones(tmp_path):
         data={"text": "text.txt", "validation": 0.0},
         training={"steps": None, "epochs": 1.0},
         pipeline={"stages": 1},
-        run={"snapshot_every": 1},
+        run={"checkpoint_every": 1},
     )
     first = train(tmp_path, config)
     samples = (60 * 41 - 1) // 32  # windows of 32 tokens with a label each

@@ -21,7 +21,7 @@ CONFIG = tiny(
     pipeline={"stages": 2},
     training={"steps": 2},
     model={"num_layers": 2, "hidden_size": 32},
-    run={"snapshot_every": 1},
+    run={"checkpoint_every": 1},
 )
 
 
@@ -66,7 +66,7 @@ def test_run_of_a_folder_is_exported_without_that_folder(source, tmp_path):
     here = tmp_path / "model"
     shutil.copytree(source, here)
     config = {
-        **tiny(training={"steps": 1}, run={"snapshot_every": 1}, pipeline={"stages": 1}),
+        **tiny(training={"steps": 1}, run={"checkpoint_every": 1}, pipeline={"stages": 1}),
         "model": {"path": "model"},
     }
     config["data"] = {**config["data"], "tokenizer": "model"}

@@ -40,7 +40,7 @@ def test_equal_configurations_are_exact():
 EXACT = [
     {"run.name": "other"},
     {"run.dir": "elsewhere"},
-    {"run.snapshot_every": 10, "run.keep_snapshots": 5, "run.peer_timeout": 3.0, "run.log_level": "debug"},
+    {"run.checkpoint_every": 10, "run.keep_checkpoints": 5, "run.peer_timeout": 3.0, "run.log_level": "debug"},
     {"training.steps": 90},
     {"training.steps": None, "training.epochs": 2.0},
     {"training.eval_every": 5, "training.eval_batches": 9},
@@ -256,3 +256,14 @@ def test_recompute_has_its_old_name_in_earlier_checkpoints():
     (change,) = compare_configs(old, config(**{"memory.recompute": "att"})).changes
     assert (change.key, change.verdict) == ("memory.recompute", Verdict.EXACT)
     assert ClusterConfig.model_validate(old) == ClusterConfig.model_validate(config())
+
+
+def test_checkpoint_keys_have_their_old_names_in_earlier_checkpoints():
+    old = config(**{"run.checkpoint_every": 50})
+    for name in ("every", "buffers"):
+        old["run"][f"snapshot_{name}"] = old["run"].pop(f"checkpoint_{name}")
+    old["run"]["keep_snapshots"] = old["run"].pop("keep_checkpoints")
+    assert compare_configs(old, config(**{"run.checkpoint_every": 50})).changes == ()
+    (change,) = compare_configs(old, config()).changes
+    assert str(change) == "run.checkpoint_every: 50 -> '600s' (exact: it does not affect the arithmetic)"
+    assert ClusterConfig.model_validate(old).run.checkpoint_every == 50

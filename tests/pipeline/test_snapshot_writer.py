@@ -103,7 +103,7 @@ def test_third_checkpoint_waits_for_the_disk_with_one_warning(disk, caplog):
     assert totals["snapshot"] >= 0.15  # two waits of 0.1 s each, less the time to start the timers
     assert totals["beside:snapshot"] > 0
     assert [record.message.partition(" waited ")[0] for record in caplog.records] == ["the checkpoint after step 3"]
-    assert "run.snapshot_every" in caplog.text
+    assert "run.checkpoint_every" in caplog.text
 
 
 def test_tensors_that_are_not_copied_are_written_here_after_everything_due_before(disk, writer):
@@ -128,7 +128,16 @@ def test_training_waits_with_one_warning_if_there_is_no_memory_for_a_copy(disk, 
         for step in (1, 2, 3):
             writer.take(step, filled(4))
     assert disk.steps == [1, 2, 3]
-    assert caplog.text.count("run.snapshot_buffers: 0") == 1
+    assert caplog.text.count("run.checkpoint_buffers: 0") == 1
+
+
+def test_training_waits_if_a_copy_would_not_fit_beside_those_of_other_stages(disk, caplog):
+    writer = SnapshotWriter(disk, 2, Stopwatch(), num_stages=10**15)
+    disk.let(1)
+    with caplog.at_level(logging.WARNING):
+        writer.take(1, filled(4))
+    assert disk.threads == [threading.current_thread().name]
+    assert "no memory for a copy" in caplog.text
 
 
 def test_unexpected_error_of_the_thread_is_raised_in_the_compute_thread(disk, writer):

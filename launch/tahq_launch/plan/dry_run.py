@@ -132,8 +132,8 @@ class _DryRun:
             plain_table(["stage", "in flight", *self.memory[0].kinds(), "total"], rows),
         ]
         lines += [*self._host_memory(), *memory_lines(self.config)]
-        if self.config.run.snapshot_every is not None:
-            lines.append(self._checkpoint_buffers())
+        if self.config.run.checkpoint_every != "never":
+            lines += self._checkpoints()
         return "\n".join([*lines, *self._too_large()])
 
     def _host_memory(self) -> Iterator[str]:
@@ -146,13 +146,20 @@ class _DryRun:
             ]
             yield plain_table(["stage", *self.memory[0].host_kinds(), "total"], rows)
 
-    def _checkpoint_buffers(self) -> str:
-        num_buffers = self.config.run.snapshot_buffers
-        if num_buffers == 0:
-            return "  checkpoints: no extra memory; training waits while they are written"
-        largest = format_size(max(memory.snapshot for memory in self.memory))
-        copies = "one copy" if num_buffers == 1 else f"at most {num_buffers} copies"
-        return f"  checkpoints: {copies} in each host's memory while they are written, up to {largest} each"
+    def _checkpoints(self) -> Iterator[str]:
+        run, sizes = self.config.run, [memory.snapshot for memory in self.memory]
+        largest = format_size(max(sizes))
+        if run.checkpoint_buffers == 0:
+            yield "  checkpoints: no extra memory; training waits while they are written"
+        else:
+            copies = "one copy" if run.checkpoint_buffers == 1 else f"at most {run.checkpoint_buffers} copies"
+            yield f"  checkpoints: {copies} in each host's memory while they are written, up to {largest} each"
+        each = (
+            f"{format_size(sum(sizes))} each"
+            if isinstance(self.config.hosts, str)
+            else f"up to {largest} each on a host"
+        )
+        yield f"  checkpoints on disk: {each}; {run.keep_checkpoints} are kept while the next is written"
 
     def _too_large(self) -> Iterator[str]:
         """A warning for each memory of this machine that the stages on it exceed together."""

@@ -24,7 +24,7 @@ from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
 from tahq.errors import NothingToDoError, SnapshotError, UserError
-from tahq.memory.config import with_recompute
+from tahq.pipeline.checkpoint.renamed_keys import with_present_names
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.quant import CodecSpec
@@ -178,8 +178,8 @@ def _coordinator_options(
         config_hash=config_hash(config),
         version=__version__,
         training=config.training,
-        snapshot_every=run.snapshot_every,
-        keep_snapshots=run.keep_snapshots,
+        checkpoint_every=run.checkpoint_every,
+        keep_checkpoints=run.keep_checkpoints,
         copies=run.copies,
         copies_within_host=run.copies_within_host,
         peer_timeout_s=run.peer_timeout,
@@ -330,7 +330,7 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         values["memory"]["gradients"] = old.get("memory", {}).get("gradients", "auto")
     num_stages = values["pipeline"]["stages"]
     for key in ("recompute", "offload"):
-        kept = with_recompute(old).get("memory", {}).get(key, "auto")
+        kept = with_present_names(old).get("memory", {}).get(key, "auto")
         by_stage = isinstance(kept, list) and (key == "recompute" or any(isinstance(each, list) for each in kept))
         if getattr(given.memory, key) == "auto" and not (by_stage and len(kept) != num_stages):
             values["memory"][key] = kept

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tahq.errors import SnapshotError
-from tahq.memory.config import with_recompute
+from tahq.pipeline.checkpoint.renamed_keys import with_present_names
 from tahq.quant.config import FP8
 from tahq.quant.spec import AqsgdSpec, CodecSpec, RawSpec
 
@@ -109,7 +109,7 @@ class ResumeReport:
 
 def compare_configs(old: Config, new: Config) -> ResumeReport:
     """Judge every difference between two resolved configurations, the checkpoint's and the one to continue with."""
-    old = with_recompute(old)
+    old = with_present_names(old)
     before, after = _flatten(keep_model_sizes(old, old)), _flatten(keep_model_sizes(old, new))
     changes = [
         Change(key, before.get(key), after.get(key), *_rule(key).judge(old, new))

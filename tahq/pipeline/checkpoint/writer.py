@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tahq.memory.free_memory import is_out_of_memory
+from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.pipeline.spans import Stopwatch
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,14 @@ Write = Callable[[int, Mapping[str, torch.Tensor]], None]
 
 
 class SnapshotWriter:
-    """One stage's writer, called by the compute thread only; with `num_buffers` 0 that thread does all the writing."""
+    """One stage's writer, called by the compute thread only; with `num_buffers` 0 that thread does all the writing.
 
-    def __init__(self, write: Write, num_buffers: int, stopwatch: Stopwatch) -> None:
+    A buffer takes no more than the free memory divided by the `num_stages` that this machine has.
+    """
+
+    def __init__(self, write: Write, num_buffers: int, stopwatch: Stopwatch, num_stages: int = 1) -> None:
         self._write = write
+        self._num_stages = num_stages
         self._num_buffers = num_buffers
         self._stopwatch = stopwatch
         self._num_made = 0
@@ -80,7 +84,7 @@ class SnapshotWriter:
             self._num_made -= 1  # the buffer is freed with its memory
             self._warn_once(
                 "no memory for a copy of this stage, so training waits while its checkpoints are written; set "
-                "run.snapshot_buffers: 0 to plan for that"
+                "run.checkpoint_buffers: 0 to plan for that"
             )
             return False
         self._filled = buffer
@@ -96,13 +100,13 @@ class SnapshotWriter:
         except queue.Empty:
             if self._num_made < self._num_buffers:
                 self._num_made += 1
-                return SnapshotBuffer()
+                return SnapshotBuffer(self._num_stages)
         begin_s = time.monotonic()
         buffer = self._free.get()
         self._raise_failure()
         self._warn_once(
             "the checkpoint after step %d waited %.1f s for earlier ones: the disk is too slow for this "
-            "run.snapshot_every; raise it, or set run.dir to another disk",
+            "run.checkpoint_every; raise it, or set run.dir to another disk",
             step,
             time.monotonic() - begin_s,
         )
@@ -145,7 +149,8 @@ class SnapshotBuffer:
     `hold_back_changes`, and the copy must not be read before `wait`. On the CPU `fill` returns when it is complete.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_sharing: int = 1) -> None:
+        self._num_sharing = num_sharing
         self.tensors: dict[str, torch.Tensor] = {}
         """The copy, by name."""
         self._memory: dict[str, torch.Tensor] = {}
@@ -155,8 +160,13 @@ class SnapshotBuffer:
         self._copied: Any = None
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors of any strides, on the CPU and at most one CUDA device; RuntimeError if memory is full."""
+        """Copy tensors of any strides, on the CPU and at most one CUDA device.
+
+        Raises:
+            MemoryError, RuntimeError: memory is full.
+        """
         self._memory = {name: memory for name, memory in self._memory.items() if name in tensors}
+        self._check_memory(tensors)
         self.tensors = {name: self._room(name, source) for name, source in tensors.items()}
         self._device = next((source.device for source in tensors.values() if source.is_cuda), None)
         if self._device is None:
@@ -181,6 +191,14 @@ class SnapshotBuffer:
             with torch.cuda.device(self._device):  # otherwise the writing thread would start to use the first GPU
                 self._copied.synchronize()
         self._sources = {}
+
+    def _check_memory(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise MemoryError rather than let the system kill a process, which it does when pages are first written."""
+        needed = sum(source.numel() * source.element_size() for source in tensors.values())
+        needed -= sum(memory.numel() for memory in self._memory.values())
+        free = free_bytes(torch.device("cpu")) if needed > 0 else 0  # 0: unknown
+        if 0 < free < needed * self._num_sharing:
+            raise MemoryError(f"a copy takes {needed} more bytes; {free} are free")
 
     def _room(self, name: str, source: torch.Tensor) -> torch.Tensor:
         """Contiguous memory for a tensor: that used under this name before, if it is large enough."""

@@ -1,0 +1,23 @@
+"""Keys of cluster.yaml that have other names in earlier versions; they are still read from files and checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED: Mapping[tuple[str | int, ...], tuple[str, str]] = {
+    ("training", "activation_checkpointing"): ("memory", "recompute"),
+    ("run", "snapshot_every"): ("run", "checkpoint_every"),
+    ("run", "snapshot_buffers"): ("run", "checkpoint_buffers"),
+    ("run", "keep_snapshots"): ("run", "keep_checkpoints"),
+}
+"""Section and key now, by section and key before."""
+
+
+def with_present_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, perhaps of an earlier version, with present names; where it has both, the present name wins."""
+    renamed = dict(config)
+    for (old_section, old), (section, name) in RENAMED.items():
+        before, target = renamed.get(str(old_section)), renamed.get(section) or {}
+        if isinstance(before, Mapping) and old in before and isinstance(target, Mapping):
+            renamed[str(old_section)] = {key: value for key, value in before.items() if key != old}
+            renamed[section] = {name: before[old]} | dict(renamed.get(section) or {})
+    return renamed
