@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,7 @@ def launch(
         from tahq_launch.dashboard.process import check_installed
         from tahq_launch.plan.first_plan import StoppedError, planned_start
         from tahq_launch.start.preflight import reachable_start, refuse
-        from tahq_launch.start.prepared_run import StartRequest
+        from tahq_launch.start.prepared_run import StartRequest, with_run_name
 
         if dashboard:
             check_installed()
@@ -73,6 +74,7 @@ def launch(
             refuse(faults)
             from tahq_launch.start.launcher import launch as launch_run
 
+            start = replace(start, overrides=with_run_name(cluster_yaml, start.overrides, resume=resume))
             try:
                 return launch_run(start if resume else planned_start(start))
             except StoppedError as stopped:
@@ -221,11 +223,12 @@ def coordinator(
     from tahq.config.file import placed_errors
     from tahq_launch.plan.first_plan import StoppedError, planned_start
     from tahq_launch.start.launcher import serve
-    from tahq_launch.start.prepared_run import StartRequest
+    from tahq_launch.start.prepared_run import StartRequest, with_run_name
 
     changes, program = tuple(overrides or ()), "tahq coordinator"
     request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program)
     with placed_errors(cluster_yaml, request.all_overrides):
+        request = replace(request, overrides=with_run_name(cluster_yaml, changes, resume=resume))
         try:
             return serve(request if resume else planned_start(request, starts_workers=False))
         except StoppedError as stopped:

@@ -1,10 +1,11 @@
 """A resumed run equals one that was never stopped; allowed changes are reported, others refused."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import Run, assert_same_run, launch, overrides, tiny, train
+from support.runs import Run, assert_same_run, finish, launch, overrides, tiny, train, write_config
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8,round=stochastic"}
 CONFIG = tiny(
@@ -99,3 +100,18 @@ def test_checkpoint_before_a_damaged_one_is_used_with_a_warning(tmp_path, halfwa
     assert "is damaged" in (halfway / "logs" / "launcher.log").read_text()
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert_same_run(run, uninterrupted)
+
+
+def test_runs_without_a_name_get_different_ones_and_the_newest_is_resumed(tmp_path):
+    config = with_steps(1)
+    write_config(tmp_path, {**config, "run": {key: value for key, value in config["run"].items() if key != "name"}})
+    for _ in range(2):
+        done = finish(tmp_path, "tahq-launch", "cluster.yaml")
+        assert done.returncode == 0, done.stderr
+    first, second = sorted((tmp_path / "runs").iterdir())
+    assert re.fullmatch(r"cluster-\d{8}-\d{6}", first.name)
+    assert f"run {second.name}: 2 stages" in done.stdout
+    assert f"--resume --set run.name={second.name}" in done.stdout
+    resumed = finish(tmp_path, "tahq-launch", "cluster.yaml", "--resume", *overrides("training.steps=2"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert [len((folder / "metrics.jsonl").read_text().splitlines()) for folder in (first, second)] == [1, 2]

@@ -1,6 +1,7 @@
 """From command line and configuration to the coordinator's options: overrides, resumption, reachability, codecs."""
 
 import json
+import re
 import shlex
 import shutil
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from tahq.coordinator.link_codecs import LinkKey
 from tahq.errors import ConfigError
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable
-from tahq_launch.start.prepared_run import StartRequest, continued_config, prepared_run
+from tahq_launch.start.prepared_run import StartRequest, continued_config, prepared_run, with_run_name
 from tahq_launch.start.resolution import resolve_for_run
 
 OLD_RUN = Path(__file__).parents[1] / "integration" / "runs_5e6a489" / "gpt2"
@@ -37,6 +38,20 @@ def test_resume_command_survives_a_shell_and_bind_wins_over_other_overrides():
     ]
     advertised = replace(request, overrides=("run.bind=127.0.0.1:2",), advertise="a.example:3")
     assert advertised.all_overrides == ("run.bind=127.0.0.1:2", "run.bind=127.0.0.1:1", "run.advertise=a.example:3")
+
+
+def test_run_without_a_name_is_named_after_its_file_and_resumed_by_that(tmp_path):
+    path = tmp_path / "my cluster, 2.yaml"
+    path.write_text(f"run: {{dir: '{tmp_path}'}}\nmodel: {{path: x}}\ndata: {{text: stdlib}}\n")
+    *others, name = with_run_name(path, ("training.steps=1",), resume=False)
+    assert others == ["training.steps=1"]
+    assert re.fullmatch(r"run\.name=my-cluster-2-\d{8}-\d{6}", name)
+    assert with_run_name(path, (), resume=True) == ("run.name=run",)
+    for day in (10, 12, 11):
+        (tmp_path / f"my-cluster-2-202611{day}-000000").mkdir()
+    assert with_run_name(path, (), resume=True) == ("run.name=my-cluster-2-20261112-000000",)
+    for resume in (False, True):
+        assert with_run_name(path, ("run={name: a}",), resume=resume) == ("run={name: a}",)
 
 
 @pytest.mark.parametrize(

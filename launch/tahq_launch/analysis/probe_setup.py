@@ -39,7 +39,7 @@ from tahq.worker.assembly import (
     matrix_dtype,
     resolved_spec,
 )
-from tahq_launch.start.prepared_run import continued_config, resolved_run
+from tahq_launch.start.prepared_run import continued_config, resolved_run, with_run_name
 from tahq_launch.start.run_folder import RunFolder
 
 RAW = "raw:dtype=fp32"
@@ -155,9 +155,9 @@ def default_wires(config: ClusterConfig) -> tuple[ProbedWire, ...]:
 
 
 def _start(request: ProbeRequest) -> _Start:
-    given = load_config(request.config_path, request.overrides)
     if not request.resume:
-        return _Start(resolved_run(given))
+        return _Start(resolved_run(load_config(request.config_path, request.overrides)))
+    given = load_config(request.config_path, with_run_name(request.config_path, request.overrides, resume=True))
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=True)
     snapshot, manifest = read_latest(folder.snapshots)

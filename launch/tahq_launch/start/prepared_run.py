@@ -7,8 +7,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import shlex
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +78,23 @@ class StartRequest:
         given = [word for option, value in options.items() if value is not None for word in (option, value)]
         changes = [word for override in self.overrides for word in ("--set", override)]
         return f"{self.program} {shlex.join([str(self.config_path), *given, '--resume', *changes])}"
+
+
+def with_run_name(config_path: Path, overrides: Sequence[str], *, resume: bool) -> tuple[str, ...]:
+    """The overrides, with a `run.name` for a file that has none: the file's name and the time of the run's start.
+
+    Resumed is the run of this file that was started last.
+    """
+    run = load_config(config_path, overrides).run
+    if "name" in run.model_fields_set:
+        return tuple(overrides)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", config_path.stem).strip("-")[:80] or run.name
+    if resume:
+        started = sorted(path.name for path in Path(run.dir).glob(f"{name}-{'[0-9]' * 8}-{'[0-9]' * 6}"))
+        name = started[-1] if started else run.name
+    else:
+        name = time.strftime(f"{name}-%Y%m%d-%H%M%S")
+    return (*overrides, f"run.name={name}")
 
 
 @dataclass(frozen=True, slots=True)

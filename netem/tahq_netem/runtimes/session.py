@@ -201,7 +201,7 @@ class TahqSession(RuntimeSession):
         plain = config.model_copy(update={"security": SecurityConfig(curve=False)})
         (self.request.folder / "cluster.yaml").write_text(dump_yaml(plain, with_unset=False), encoding="utf-8")
         peer = format_address(network.address(hosts[0]), CONTROL_PORT)
-        coordinator = ("coordinator", "cluster.yaml", "--bind", peer)
+        coordinator = ("coordinator", "cluster.yaml", "--bind", peer, "--set", f"run.name={config.run.name}")
         self.start("coordinator", hosts[0], module_argv("tahq_netem.programs", _TAHQ, *coordinator))
         for stage, host in enumerate(hosts):
             bind = format_address(network.address(host), DATA_PORT)
