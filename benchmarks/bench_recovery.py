@@ -62,7 +62,7 @@ def train(name: str, options: argparse.Namespace, steps: int, run: dict[str, Any
 
 def overhead(options: argparse.Namespace) -> Iterator[list[str]]:
     """With and without protection, in turns; which comes first changes from block to block."""
-    settings = {"with": {"checkpoint_every": options.every}, "without": {"frame_log": 0}}
+    settings = {"with": {"checkpoint_every": options.every}, "without": {"frame_log": 0, "checkpoint_every": "never"}}
     for name in PIPELINES:
         means: dict[str, list[float]] = {each: [] for each in settings}
         for block in range(options.repeats):
