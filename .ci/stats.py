@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 63_150,
-    "modules there": 342,
+    "lines of tahq, launch and netem": 63_250,
+    "modules there": 343,
     "lines of benchmarks": 8_700,
-    "lines of tests": 45_650,
+    "lines of tests": 45_850,
     "modules with one importer, in the same folder": 19,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -90,7 +90,7 @@ class _Preflight:
     def run(self) -> tuple[list[Fault], str | None]:
         """All faults in the order of hosts, and the address for `run.bind`."""
         spec = resolved_spec(self._config, None)
-        kept = self._config.run.keep_snapshots + 1  # the next is written before the oldest is removed
+        kept = self._config.run.keep_checkpoints + 1  # the next is written before the oldest is removed
         text = config_json(self._config)
         with ExitStack() as stack, ThreadPoolExecutor(AT_ONCE) as pool:
             talks = {stage: stack.enter_context(closing(_Talk(host))) for stage, host in self._asked.items()}
