@@ -65,13 +65,14 @@ demo: $(READY)  ## train the demo on this machine: four workers, packed wire
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS)
 PARALLEL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test: test-parallel test-serial  ## run the tests that every change must pass
+test: LEFT_OUT = and not ci
+test: test-parallel test-serial  ## run the quicker part of the tests
 
 test-parallel: $(READY)
-	$(PYTEST) $(PARALLEL) -m 'not serial and not acceptance'
+	$(PYTEST) $(PARALLEL) -m 'not serial and not acceptance $(LEFT_OUT)'
 
 test-serial: $(READY) test-parallel
-	$(PYTEST) -m 'serial and not acceptance'
+	$(PYTEST) -m 'serial and not acceptance $(LEFT_OUT)'
 
 acceptance: $(READY)  ## run the slow tests; result in benchmarks/results/acceptance.txt
 	@{ date -I; git rev-parse --short HEAD; uname -srm; nproc; } > benchmarks/results/acceptance.txt
@@ -81,7 +82,7 @@ acceptance: $(READY)  ## run the slow tests; result in benchmarks/results/accept
 test-netem-vm: $(READY)  ## run the kernel backend's tests on a kernel with netem, under qemu
 	$(BIN)/python -m vm --result netem/results/kernel_qemu_$(shell date +%Y%m).md $(VM_FLAGS)
 
-check: lint types imports stats test  ## format, lint, types, import order, size, tests
+check: lint types imports stats test-parallel test-serial  ## format, lint, types, import order, size, tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)

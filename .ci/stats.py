@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 63_250,
     "modules there": 343,
     "lines of benchmarks": 8_700,
-    "lines of tests": 45_850,
+    "lines of tests": 45_900,
     "modules with one importer, in the same folder": 19,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

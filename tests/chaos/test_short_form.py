@@ -6,6 +6,8 @@ from chaos.message_rows import MESSAGE_ROWS
 from chaos.row import Attempt, Calm, Row
 from chaos.session import ROWS, obstacle
 
+pytestmark = pytest.mark.ci
+
 SHORT = 0.01
 """This share of work that takes long only because there is much of it."""
 AT_EVERY_COMMIT = ("coordinator-commit-sent",)

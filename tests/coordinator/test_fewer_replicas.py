@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tahq.comm.control import messages as say
 from tahq.coordinator.journal import Journal
 
+pytestmark = pytest.mark.ci
+
 STAGES = 2
 ALL = [0, 1]
 OPTIONS = {"num_stages": 4, "replicas": 2, "steps": 12, "checkpoint_every": 3, "eval_every": 4}

@@ -10,6 +10,8 @@ from support.runs import Run, assert_same_run, start, tiny, train, write_config
 
 from tahq import fault_points
 
+pytestmark = pytest.mark.ci
+
 NUM_STEPS = 16
 
 

@@ -7,6 +7,8 @@ from support.runs import assert_same_run, launch, tiny
 
 from tahq import fault_points
 
+pytestmark = pytest.mark.ci
+
 slow = pytest.mark.acceptance
 STEPS = 40
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from support.runs import Run, overrides, tiny, train
 
+pytestmark = pytest.mark.ci
+
 UP = ["wf:bits=2", "wf:bits=4", "wf:bits=6"]
 DOWN = ["eden:bits=2", "eden:bits=4"]
 STEPS = 6

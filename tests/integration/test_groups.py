@@ -6,6 +6,8 @@ from support.runs import launch, tiny, train
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES
 
+pytestmark = pytest.mark.ci
+
 THREE = tiny(
     pipeline={"stages": 3},
     training={"steps": 3},

@@ -9,6 +9,8 @@ from support.runs import Run, assert_same_run, launch, start, tiny, train, write
 
 from tahq import fault_points
 
+pytestmark = pytest.mark.ci
+
 NUM_STEPS = 7
 
 

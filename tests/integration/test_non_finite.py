@@ -8,6 +8,8 @@ import torch
 from safetensors import safe_open
 from support.runs import Run, environment, start, tiny, train, write_config
 
+pytestmark = pytest.mark.ci
+
 STEPS, DISTURBED = 5, 3
 CONFIG = tiny(
     run={"name": "tiny", "checkpoint_every": 1, "keep_checkpoints": STEPS},

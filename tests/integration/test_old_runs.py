@@ -14,6 +14,8 @@ import yaml
 from safetensors import safe_open
 from support.runs import launch
 
+pytestmark = pytest.mark.ci
+
 RUNS = Path(__file__).with_name("runs_5e6a489")
 
 

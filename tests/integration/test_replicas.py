@@ -12,6 +12,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
+pytestmark = pytest.mark.ci
+
 FP8, FP32 = "fp8", "raw:dtype=fp32"
 OFFLOAD = ["residual", "m", "v", "weights"]
 

@@ -6,6 +6,8 @@ from statistics import median
 import pytest
 from support.runs import assert_same_run, finish, start, tiny, train, write_config
 
+pytestmark = pytest.mark.ci
+
 CONFIG = tiny(
     wire={"activations": "tah", "gradients": "eden"},
     model={"dropout": 0.1},

@@ -16,6 +16,8 @@ from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq.worker.assembly import resolved_spec
 
+pytestmark = pytest.mark.ci
+
 slow = pytest.mark.acceptance
 GRADIENTS = {"shard": ["optimizer", "gradients"]}
 ALL = {"shard": ["optimizer", "gradients", "weights"]}

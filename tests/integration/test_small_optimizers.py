@@ -4,6 +4,8 @@ import pytest
 import torch
 from support.runs import assert_same_run, overrides, tiny, train
 
+pytestmark = pytest.mark.ci
+
 WIRE = {"activations": "tah", "gradients": "fixed:bits=8"}
 LLAMA = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}
 TRAINING = {

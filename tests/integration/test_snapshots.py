@@ -16,6 +16,8 @@ from tahq.fault_points import FAULTS
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest, snapshot_folders
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
+pytestmark = pytest.mark.ci
+
 
 def config(**sections) -> dict:
     """A run with AQ-SGD, whose state changes with every step and is part of checkpoints."""

@@ -3,11 +3,14 @@
 import sys
 from pathlib import Path
 
+import pytest
 from chaos.program import cold, warm
 from support.runs import tiny, write_config
 
 from tahq import __version__
 from tahq.version import NUMBER, git_revision
+
+pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).parents[2]
 CONFIG = tiny(pipeline={"stages": 1}, training={"steps": 2}, model={"num_layers": 2, "hidden_size": 32})

@@ -24,6 +24,8 @@ from tahq_launch.plan.problem import given_plan
 from tahq_launch.plan.schedule_search import measured_run, schedule_search
 from tahq_launch.start.resolution import resolve_for_run
 
+pytestmark = pytest.mark.ci
+
 SHAPE = (1, 256, 256)
 ACTIVATIONS = ("raw:dtype=bf16", "fixed:bits=8", "wf:bits=6", "fixed:bits=6", "wf:bits=5", "tah", "wf:bits=4")
 GRADIENTS = ("raw:dtype=bf16", "fixed:bits=8", "fixed:bits=6", "eden:bits=5", "eden:bits=4", "eden:bits=3")

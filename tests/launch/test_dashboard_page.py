@@ -18,7 +18,7 @@ from .conftest import dashboard_address
 
 browser = pytest.importorskip("support.browser", reason="needs selenium", exc_type=ImportError)
 
-pytestmark = pytest.mark.skipif(browser.OBSTACLE is not None, reason=str(browser.OBSTACLE))
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(browser.OBSTACLE is not None, reason=str(browser.OBSTACLE))]
 
 DOCS = Path(__file__).parents[2] / "docs"
 PHONE = {"width": 375, "height": 812}

@@ -22,6 +22,8 @@ from tahq_launch.plan.measure import write_numbers
 from tahq_launch.start.prepared_run import StartRequest, continued_config
 from tahq_launch.start.resolution import resolve_for_run
 
+pytestmark = pytest.mark.ci
+
 OPEN = {
     "run": {"name": "tiny"},
     "model": {"family": "gpt2", "num_layers": 8, "hidden_size": 64, "num_heads": 2, "vocab_size": 300},
@@ -261,7 +263,7 @@ MODELS = st.tuples(
 """Layers, width, batch, stages, share of memory, delay, checkpointing, activations."""
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(MODELS)
 def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(tmp_path_factory, model):
     check_that_plan_fits(tmp_path_factory, *model)

@@ -13,6 +13,8 @@ from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.schedule_search import schedule_search
 from tahq_launch.start.prepared_run import resolved_run
 
+pytestmark = pytest.mark.ci
+
 STAGES, MICRO_BATCHES = 4, 8
 PRESENT = ScheduleChoice("1f1b")
 NO_LIMIT = [0] * STAGES
@@ -105,7 +107,7 @@ def test_nothing_is_proposed_where_nothing_fits(pipeline):
     assert found.choice == present
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     st.lists(st.integers(1, 30), min_size=STAGES, max_size=STAGES),
     st.sampled_from([{"rate": "1mbit"}, {"delay": "100ms"}, {}]),

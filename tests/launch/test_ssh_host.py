@@ -24,6 +24,8 @@ from tahq_launch.start.worker_command import ssh_command
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
+pytestmark = pytest.mark.ci
+
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 PRIVILEGE_SEPARATION = Path("/run/sshd")
 PEER = "192.0.2.1:5555"
@@ -218,9 +220,7 @@ def test_data_model_and_device_are_looked_for_on_their_host(over_ssh, tmp_path, 
 def test_coordinator_listens_where_the_hosts_see_this_machine(over_ssh, sshd, tmp_path):
     port = sshd[sshd.index("-p") + 1]
     folder = Path(sshd[sshd.index("-i") + 1]).parent
-    config = over_ssh(
-        {**TWO_STAGES, "pipeline": {"stages": 2}}, address="192.0.2.7", ssh=f"{getpass.getuser()}@192.0.2.7"
-    )
+    config = over_ssh(TWO_STAGES, address="192.0.2.7", ssh=f"{getpass.getuser()}@192.0.2.7")
     config["hosts"] = [{key: host[key] for key in host if key != "bind"} for host in config["hosts"]]
     assert "bind" not in config["run"]
     write_config(tmp_path, config)

@@ -27,6 +27,8 @@ from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sha
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice
 
+pytestmark = pytest.mark.ci
+
 ODD = {"hidden_size": 72, "num_heads": 6, "intermediate_size": 100}
 LAYERS = [
     ("llama", "model.layers.1.mlp.down_proj"),

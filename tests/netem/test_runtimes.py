@@ -20,6 +20,8 @@ from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.stage_times import StageTimes, calibrate
 from tahq_netem.sweep.workload import session_config
 
+pytestmark = pytest.mark.ci
+
 TIMEOUT_S = 120.0
 RAW = "raw:dtype=fp32"
 

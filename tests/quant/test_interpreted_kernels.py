@@ -16,7 +16,7 @@ from tahq.quant.backends import interprets_triton
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(TIMEOUT_S + 20)]
 
 
 MEMORY = " ".join(

@@ -16,6 +16,8 @@ from support.mutated_decoding import CASES, jobs
 
 from tahq.quant.inspection import codec_summaries
 
+pytestmark = pytest.mark.ci
+
 TESTS = Path(__file__).parents[1]
 MILLION = 1_000_000
 TIMEOUT_S = 900
