@@ -18,6 +18,25 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
     return ClusterFile(tmp_path, monkeypatch)
 
 
+def test_open_ports_of_listed_hosts_follow_the_base_port():
+    hosts = [{"address": "lab"}, {"address": "127.0.0.1"}, {"address": "lab"}, {"address": "lab", "bind": "[::]:9000"}]
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"family": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 2},
+            "data": {"text": "stdlib"},
+            "hosts": hosts,
+        }
+    )
+    assert [config.worker_bind(stage) for stage in range(4)] == [
+        "0.0.0.0:7701",
+        "0.0.0.0:0",
+        "0.0.0.0:7702",
+        "[::]:9000",
+    ]
+    free = config.model_copy(update={"run": config.run.model_copy(update={"base_port": 0})})
+    assert free.worker_bind(0) == "0.0.0.0:0"
+
+
 def test_minimal_configuration_has_defaults_and_is_frozen(file):
     config = file.load(LEAST)
     assert (config.wire.activations, config.links.rate, config.hosts) == ("wf:bits=5", 1e8, "local")

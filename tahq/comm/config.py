@@ -212,7 +212,7 @@ class MachineConfig(Section):
     ssh_options: list[str] = Field(default_factory=list)
     """More arguments for ssh, such as ["-p", "2222"]."""
     bind: HostPort = "0.0.0.0:0"
-    """Address and port that its worker listens on; port 0: any free port."""
+    """Address and port that its worker listens on; port 0 follows `run.base_port`."""
     advertise: Annotated[str, AfterValidator(_advertised)] | None = None
     """host:port that neighbours dial, if it differs (a port forwarded by a router); `none`: this
     host can only dial out. None: address and the bound port."""

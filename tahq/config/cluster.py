@@ -14,6 +14,7 @@ from tahq.comm.config import Hosts, LinksConfig, LinkTransport
 from tahq.comm.keys import SecurityConfig
 from tahq.comm.network_config import NetworkConfig
 from tahq.comm.topology import Grid
+from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
@@ -197,6 +198,16 @@ class ClusterConfig(Section):
             return ("local",) * self.pipeline.num_workers
         hosts = self.hosts if isinstance(self.hosts, list) else self._network().hosts.values()
         return tuple(host.site or "" for host in hosts)
+
+    def worker_bind(self, stage: int) -> str:
+        """host:port of a listed host's worker: its `bind`, with a port after `run.base_port` where it is open."""
+        assert isinstance(self.hosts, list), "only listed hosts have addresses"
+        host = self.hosts[stage]
+        name, _, port = host.bind.rpartition(":")
+        if int(port) or not self.run.base_port or host.address.startswith(LOOPBACK):
+            return host.bind
+        before = sum(other.address == host.address for other in self.hosts[:stage])
+        return f"{name}:{self.run.base_port + 1 + before}"
 
     def transport_between(self, one: int, other: int) -> LinkTransport:
         """The transport of frames between two neighbouring stages."""

@@ -61,6 +61,8 @@ class RunConfig(Section):
     """Where the coordinator listens; port 0: any free one."""
     advertise: DialledHostPort | None = None
     """host:port that workers dial, if it differs from what is bound."""
+    base_port: int = Field(default=7700, ge=0, le=60_000)
+    """Of machines in a list, the coordinator's port and the one before their workers'; 0: any free ones."""
     device: Device = "auto"
     """auto, cpu, cuda or cuda:N, for hosts that set no device."""
     threads: int | None = Field(default=None, ge=1, le=1024)

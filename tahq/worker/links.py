@@ -113,7 +113,7 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
     if isinstance(config.hosts, list) and not options.spare:
         host = config.hosts[stage]
         if not options.replaces_host or is_local_address(host.address):
-            bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
+            bind, advertise = config.worker_bind(stage), host.advertise or format_address(host.address, 0)
         elif options.advertise is None:
             log.warning(
                 "this machine does not have the address %s of hosts.%d, so neighbours will dial %s; if they reach "

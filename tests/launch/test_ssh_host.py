@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -227,12 +228,14 @@ def test_coordinator_listens_where_the_hosts_see_this_machine(over_ssh, sshd, tm
     script = (
         "ip link set lo up && ip address add 192.0.2.7/32 dev lo || exit 9\n"
         f"{SSHD} -D -e -f {folder}/sshd_config -o ListenAddress=192.0.2.7:{port} 2>{tmp_path}/sshd.log & daemon=$!\n"
-        "trap 'kill $daemon' EXIT\n"
+        "(while sleep 0.2; do ss -Hltn; done) >ports & ports=$!\n"
+        "trap 'kill $daemon $ports' EXIT\n"
         f"{sys.executable} -m tahq_launch.cli launch cluster.yaml"
     )
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "sshd.log").read_text()
-    assert "coordinator at 192.0.2.7:" in done.stdout
+    assert "coordinator at 192.0.2.7:7700" in done.stdout
+    assert {"7700", "7701", "7702"} <= set(re.findall(r":(\d+) ", (tmp_path / "ports").read_text()))
     assert "run tiny done: 2 of 2 steps" in done.stdout

@@ -41,17 +41,17 @@ def check_host() -> int:
 
     config, stage = config_from_json(request["config"]), request["stage"]
     assert isinstance(config.hosts, list), "only listed hosts are reached by ssh"
-    host = config.hosts[stage]
+    host, bind = config.hosts[stage], config.worker_bind(stage)
     faults = [*_missing(config, stage), *_disk(Path(config.run.dir), stage, request["checkpoint_nbytes"])]
     with contextlib.ExitStack() as stack:
         dialled = ""
         try:
-            dialled = stack.enter_context(_listening(host.bind, host.advertise, host.address))
+            dialled = stack.enter_context(_listening(bind, host.advertise, host.address))
         except OSError as error:
             faults.append(
                 (
-                    f"cannot listen on {host.bind}: {os.strerror(error.errno or 0)}",
-                    f"set hosts.{stage}.bind to another port",
+                    f"cannot listen on {bind}: {os.strerror(error.errno or 0)}",
+                    f"end what listens there, or set hosts.{stage}.bind to another port",
                 )
             )
         _reply({"faults": faults, "seen_from": client, "dialled": dialled})

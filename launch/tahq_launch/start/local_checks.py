@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
 
-LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 

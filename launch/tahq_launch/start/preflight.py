@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tahq import __version__
 from tahq.comm.config import MachineConfig
-from tahq.comm.zmq.addresses import advertised_address, format_address, parse_address
+from tahq.comm.zmq.addresses import LOOPBACK, advertised_address, format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json, load_config
 from tahq.config.stage_estimate import stage_estimate
@@ -29,7 +29,6 @@ from tahq.worker.assembly import resolved_spec
 from tahq.worker.links import is_local_address
 from tahq_launch.command_line import announce, rendered
 from tahq_launch.start.host_check import MARK
-from tahq_launch.start.local_checks import LOOPBACK
 from tahq_launch.start.prepared_run import StartRequest
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.worker_command import ssh_argv
@@ -134,7 +133,7 @@ class _Preflight:
             stage = next(iter(others))
             self._add(stage, f"sees this machine as {address}, which is its router's address", _BEHIND_NAT)
             return None
-        return format_address(address, parse_address(run.bind, "run.bind")[1])
+        return format_address(address, run.base_port)
 
     def _dials(self, stage: int, answered: Mapping[int, Mapping[str, Any]], coordinator: str) -> dict[str, str]:
         """Name and address of all that a stage's worker may dial."""
@@ -148,7 +147,7 @@ class _Preflight:
     ) -> None:
         """A link needs one end that can dial the other; the coordinator must be dialled."""
         if trouble:
-            self._add(0, trouble, "end what listens there, or set run.bind to another port")
+            self._add(0, trouble, "end what listens there, or set run.bind or run.base_port to another port")
         for stage, unreachable in failures.items():
             for name, reason in unreachable.items():
                 address = dials[stage][name]
@@ -167,8 +166,8 @@ class _Preflight:
 
 _SET_BIND: Final = "set run.bind to 0.0.0.0:PORT, and run.advertise to an address that all reach"
 _BEHIND_NAT: Final = "forward a port to this machine and set run.bind and run.advertise to it, or join all by a VPN"
-_OPEN_COORDINATOR: Final = "set run.bind to a fixed port and open it in this machine's firewall"
-_OPEN_WORKER: Final = "set hosts.N.bind of one of them to a fixed port and open it in its firewall"
+_OPEN_COORDINATOR: Final = "open this port in this machine's firewall (run.bind, run.base_port)"
+_OPEN_WORKER: Final = "open this port in its firewall, or the other's port there (hosts.N.bind, run.base_port)"
 
 
 class _Targets:

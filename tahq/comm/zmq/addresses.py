@@ -7,6 +7,9 @@ import zmq
 
 from tahq.errors import UserError
 
+LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+"""How addresses begin that only this machine reaches."""
+
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
     """Host and port of ``10.0.0.3:7000``, ``host:7000`` or ``[::1]:7000``; else UserError, which begins with `what`."""
