@@ -272,7 +272,32 @@ def export(
         raise typer.BadParameter(str(error), param_hint="--shard-size") from None
     from tahq_launch.export import export_run
 
-    export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
+    for line in export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes):
+        print(line)
+    return 0
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run's folder or a model's, e.g. runs/demo.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue, e.g. 'def main('.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of the sampling, e.g. 0.8. Default: always the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    device: Device = None,
+    debug: Debug = False,
+) -> int:
+    """Continue a text with a run's newest checkpoint, or with any model that transformers loads from a folder.
+
+    Example: tahq generate runs/demo 'def main('
+    """
+    import torch
+
+    from tahq_launch.generate import generate_text
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    generate_text(model, prompt, num_tokens=tokens, temperature=temperature, seed=seed, device=where)
     return 0
 
 
@@ -352,7 +377,7 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
 
 def main() -> int:
     """The program `tahq`."""
-    commands = (launch, worker, coordinator, keygen, measure, plan, export, trace, probe, dashboard)
+    commands = (launch, worker, coordinator, keygen, measure, plan, export, generate, trace, probe, dashboard)
     app = _group(_tahq, **{command.__name__: command for command in commands})
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")

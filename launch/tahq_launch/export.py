@@ -53,8 +53,8 @@ def keep_source(run: RunFolder, config: ClusterConfig) -> list[str]:
     return notes
 
 
-def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbytes: int) -> None:
-    """Write a run's model where `AutoModelForCausalLM.from_pretrained` loads it, and print its step and size.
+def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbytes: int) -> list[str]:
+    """Write a run's model where `AutoModelForCausalLM.from_pretrained` loads it; returns lines with its step and size.
 
     Args:
         run: the run's folder, such as runs/demo.
@@ -70,9 +70,9 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
             *(spec, lambda name: snapshot_weight(name, reader.tensor), out, tokenizer, max_shard_nbytes),
             matrices=matrix_dtype(config),
         )
-    print(f"{out}: the model of {run} after step {manifest.step}, {num_parameters:,} parameters")
-    if note := untying_note(config.model, spec):
-        print(f"note: {note}")
+    note = untying_note(config.model, spec)
+    line = f"{out}: the model of {run} after step {manifest.step}, {num_parameters:,} parameters"
+    return [line, *([f"note: {note}"] if note else [])]
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:

@@ -353,8 +353,7 @@ class Seating:
             seat.lost_since_s = seat.spare_from_s = None
             self._ctx.warn(f"{seat.name} is back after {lasted_s:.1f} s")
             self._ctx.observer.stage_returned(seat.stage, lasted_s)
-            for ends, other in recovery.links_of(
-                self._ctx.options, seat.stage
-            ):  # new ones, of which nothing is reported
+            # its links are new, and nothing is reported of them
+            for ends, other in recovery.links_of(self._ctx.options, seat.stage):
                 if self._seats[other].degraded.pop(ends.link, None) is not None:
                     self._ctx.observer.link_changed(other, ends.link, "")

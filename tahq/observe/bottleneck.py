@@ -178,7 +178,7 @@ def resources_of(step: StepRecord) -> list[Resource]:
 def _uplink(stage: int, flows: Sequence[Flow], fill_s: float, drain_s: float) -> Resource:
     """An uplink that these flows share, the largest first; named by that one if it takes nearly all of it."""
     busy_s = sum(flow.wire_s for flow in flows)
-    parts = (f"{f.traffic} to {f.receiver} {figures.share(f.wire_s / busy_s)} of it" for f in flows)
+    parts = (f"{figures.share(f.wire_s / busy_s)} {f.traffic} to stage {f.receiver}" for f in flows)
     is_one = flows[0].wire_s >= MAIN_FLOW * busy_s
     name = flows[0].name if is_one else f"stage {stage}'s uplink ({', '.join(parts)})"
     return Resource("link", name, busy_s, fill_s + busy_s + max(0.0, drain_s))

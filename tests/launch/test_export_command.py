@@ -115,3 +115,29 @@ def test_impossible_export_is_one_line(run, tmp_path, options, part):
     assert done.stderr.startswith("tahq: ")
     assert done.stderr.count("\n") == 1
     assert part in done.stderr
+
+
+def test_text_is_continued_from_a_run_and_from_its_export_alike(run):
+    assert export(run, "spoken").returncode == 0
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "spoken")
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "spoken", dtype="auto")
+    ids = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    for source in (run.folder, run.folder / "spoken"):
+        done = finish(run.folder, "tahq", "generate", str(source), "def ", "--tokens", "8")
+        assert (done.returncode, done.stdout) == (0, tokenizer.decode(ids[0]) + "\n"), done.stderr
+    drawn = [
+        finish(run.folder, "tahq", "generate", "spoken", "def ", "--tokens", "8", "--temperature", "2", "--seed", seed)
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0].stdout == drawn[1].stdout != drawn[2].stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt", "message"),
+    [("nowhere", "def", "nowhere is not a run's folder"), ("spoken", "", "the prompt is empty")],
+)
+def test_without_a_model_or_a_prompt_nothing_is_generated(run, source, prompt, message):
+    assert source == "nowhere" or (run.folder / source).exists() or export(run, source).returncode == 0
+    done = finish(run.folder, "tahq", "generate", source, prompt)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr

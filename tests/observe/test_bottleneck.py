@@ -36,7 +36,7 @@ LIMITS = [
     (
         stages(2.0, 2.0, 2.0),
         [(1, 2, "activations", 4.0), (1, 0, "gradients", 5.0), (0, 1, "activations", 4.0)],
-        "stage 1's uplink (gradients to 0 56 % of it, activations to 2 44 % of it) is the bottleneck: 90 % of the step",
+        "stage 1's uplink (56 % gradients to stage 0, 44 % activations to stage 2) is the bottleneck: 90 % of the step",
     ),
     (
         stages(3.0, 9.0, 3.0),

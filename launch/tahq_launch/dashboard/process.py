@@ -43,9 +43,8 @@ class Listener:
     def lines(self) -> Iterator[str]:
         """The address, and how another machine reaches it."""
         port = self.socket.getsockname()[1]
-        connection = os.environ.get(
-            "SSH_CONNECTION", ""
-        ).split()  # by the name that the user's machine has for this one
+        # by the name that the user's machine has for this one
+        connection = os.environ.get("SSH_CONNECTION", "").split()
         host = connection[2] if len(connection) == 4 else socket.gethostname()
         user = f"{os.environ['USER']}@" if "USER" in os.environ else ""
         yield f"dashboard: http://127.0.0.1:{port}/?token={self.token}"
