@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 63_300,
+    "lines of tahq, launch and netem": 63_350,
     "modules there": 344,
     "lines of benchmarks": 8_700,
     "lines of tests": 45_950,

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,15 @@ BY_HAND = {"bind": "127.0.0.1:9000", "advertise": "none"}
 )
 def test_listening_addresses_follow_the_command_line_then_the_host_entry(given, hosts, stage, expected):
     assert listening_addresses(options(**given), configured(hosts=hosts), stage) == expected
+
+
+def test_open_port_of_a_listed_host_gives_way_to_a_process_that_holds_it():
+    config = configured(hosts=HOSTS)
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        following = config.model_copy(update={"run": config.run.model_copy(update={"base_port": port - 1})})
+        assert listening_addresses(options(), following, 0)[0] == "0.0.0.0:0"
+    assert listening_addresses(options(), following, 0)[0] == f"0.0.0.0:{port}"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from tahq.comm.link.inbound import memory_for
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
-from tahq.comm.zmq.addresses import format_address, local_address_towards
+from tahq.comm.zmq.addresses import format_address, local_address_towards, unless_taken
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.comm.zmq.endpoint_loop import Trouble
 from tahq.comm.zmq.transport import Wanted, ZmqTransport
@@ -113,7 +113,7 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
     if isinstance(config.hosts, list) and not options.spare:
         host = config.hosts[stage]
         if not options.replaces_host or is_local_address(host.address):
-            bind, advertise = config.worker_bind(stage), host.advertise or format_address(host.address, 0)
+            bind, advertise = free_bind(config, stage), host.advertise or format_address(host.address, 0)
         elif options.advertise is None:
             log.warning(
                 "this machine does not have the address %s of hosts.%d, so neighbours will dial %s; if they reach "
@@ -121,6 +121,16 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
                 *(host.address, stage, options.bind or bind),
             )
     return options.bind or bind, options.advertise or advertise
+
+
+def free_bind(config: ClusterConfig, stage: int) -> str:
+    """`ClusterConfig.worker_bind`, with any free port where the one after `run.base_port` is taken.
+
+    A lost worker may hold it for some seconds after its successor was started.
+    """
+    bind = config.worker_bind(stage)
+    assert isinstance(config.hosts, list), "worker_bind is for listed hosts"
+    return bind if bind == config.hosts[stage].bind else unless_taken(bind)
 
 
 def is_local_address(host: str) -> bool:

@@ -171,12 +171,12 @@ def test_every_host_that_is_not_ready_is_named_at_once_with_what_to_do(over_ssh,
         port = taken.getsockname()[1]
         planned = tiny(pipeline={"stages": 7}, model={"num_layers": 7, "hidden_size": 32})
         config = over_ssh(planned)
-        nobody = ["-o", "PreferredAuthentications=password", *sshd]
+        no_key = ["-o", "PreferredAuthentications=password", *sshd]
         changes = [
             {},
             {"python": "/no/such/python"},
             {"workdir": f"{tmp_path}/missing"},
-            {"ssh_options": nobody},
+            {"ssh_options": no_key},
             {"ssh_options": ["-p", "1", *sshd]},
             {"env": {"PYTHONPATH": "/no/such/folder", "PYTHONNOUSERSITE": "1"}, "python": "/usr/bin/python3"},
             {"bind": f"127.0.0.1:{port}"},

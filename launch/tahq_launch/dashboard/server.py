@@ -31,7 +31,7 @@ from tahq_launch.dashboard.run_feed import RunFeed
 POLL_S = 0.5
 """Between two looks at a run's files, while a browser shows them."""
 ALIVE_S = 15.0
-"""After so long without news a stream says that it is alive, and notices that nobody listens."""
+"""A stream without news sends a comment this often, which fails once the browser has gone."""
 PAGE = Path(__file__).with_name("page")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

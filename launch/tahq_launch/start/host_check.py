@@ -38,10 +38,11 @@ def check_host() -> int:
         _reply({"faults": [fault], "seen_from": client, "dialled": ""})
         return 0
     from tahq.config.file import config_from_json
+    from tahq.worker.links import free_bind
 
     config, stage = config_from_json(request["config"]), request["stage"]
     assert isinstance(config.hosts, list), "only listed hosts are reached by ssh"
-    host, bind = config.hosts[stage], config.worker_bind(stage)
+    host, bind = config.hosts[stage], free_bind(config, stage)
     faults = [*_missing(config, stage), *_disk(Path(config.run.dir), stage, request["checkpoint_nbytes"])]
     with contextlib.ExitStack() as stack:
         dialled = ""

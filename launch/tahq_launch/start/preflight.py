@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tahq import __version__
 from tahq.comm.config import MachineConfig
-from tahq.comm.zmq.addresses import LOOPBACK, advertised_address, format_address, parse_address
+from tahq.comm.zmq.addresses import LOOPBACK, advertised_address, format_address, parse_address, unless_taken
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json, load_config
 from tahq.config.stage_estimate import stage_estimate
@@ -51,7 +51,7 @@ class Fault:
 def reachable_start(start: StartRequest) -> tuple[StartRequest, tuple[Fault, ...]]:
     """The start, with `run.bind` as the hosts reach this machine if it is open, and all that is wrong with the hosts.
 
-    Nobody is asked if no worker is started over ssh.
+    Unchanged, with nothing found, if no worker is started over ssh.
     """
     given = load_config(start.config_path, start.all_overrides)
     if isinstance(given.hosts, str) or all(host.ssh is None for host in given.hosts):
@@ -79,7 +79,7 @@ class _Preflight:
     """The conversations with all hosts, and the faults found in them."""
 
     def __init__(self, config: ClusterConfig, *, is_bind_open: bool) -> None:
-        assert isinstance(config.hosts, list), "names of networks on this machine have no hosts to ask"
+        assert isinstance(config.hosts, list), "only listed hosts can be asked"
         self._config = config
         self._is_bind_open = is_bind_open
         self._hosts = dict(enumerate(config.hosts))
@@ -133,7 +133,7 @@ class _Preflight:
             stage = next(iter(others))
             self._add(stage, f"sees this machine as {address}, which is its router's address", _BEHIND_NAT)
             return None
-        return format_address(address, run.base_port)
+        return unless_taken(format_address(address, run.base_port))
 
     def _dials(self, stage: int, answered: Mapping[int, Mapping[str, Any]], coordinator: str) -> dict[str, str]:
         """Name and address of all that a stage's worker may dial."""
@@ -238,8 +238,7 @@ class _Talk:
 def ssh_fault(end: tuple[int, Sequence[str]], host: MachineConfig, stage: int) -> tuple[str, str]:
     """What is wrong if `tahq check-host` ended with this status and these lines, and what to do."""
     status, lines = end
-    text = "\n".join(lines)
-    if re.search("No module named '?tahq", text):
+    if any(re.search("No module named '?tahq", line) for line in lines):
         wheel = f"tahq-{__version__}-py3-none-any.whl"
         install = f"ssh {host.ssh} {host.python} -m pip install {wheel}, or correct hosts.{stage}.python"
         return f"tahq is not installed for {host.python}", install

@@ -1,5 +1,6 @@
 """host:port: parsed, bound, and advertised to others."""
 
+import errno
 import os
 import socket
 
@@ -37,6 +38,17 @@ def bind_router(router: "zmq.Socket[bytes]", text: str, what: str) -> int:
         hint = "; stop what listens there or choose another port" if error.errno == zmq.EADDRINUSE else ""
         raise UserError(f"{what}: cannot listen on {text}: {os.strerror(error.errno or 0)}{hint}") from None
     return parse_address(router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"), what)[1]
+
+
+def unless_taken(bind: str) -> str:
+    """A host:port to listen on, with any free port in place of one that another process, such as a dying one, holds."""
+    host, port = parse_address(bind, "bind")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return format_address(host, 0)
+    return bind
 
 
 def advertised_address(bind: str, bound_port: int, advertise: str | None) -> str:
