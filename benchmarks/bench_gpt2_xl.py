@@ -12,7 +12,7 @@ marks in the GPUs' queues, in the same steps. Stages that share a GPU wait for e
 takes the shortest times of other results (`--least-of`), where each stage had a GPU of its own. *Overhead* (part
 `trace`): `trace_overhead` says what counts.
 
-Part `default`: `tahq-launch` with default settings, at these rates and unshaped, beside depths set by hand
+Part `default`: `tahq-launch` with default settings, at these rates and unshaped, at low rates beside depths set by hand
 (`default_rows`).
 
 Depth of the pipeline of the other parts: one choice per wire, since all rates share one start of the workers: the one
@@ -61,8 +61,8 @@ PARTS: Mapping[str, tuple[str, str, str]] = {
 }
 """Runtime, schedule and wire."""
 TRACE, DEFAULT = "trace", "default"
-BY_HAND = (10, 8, 5, 2)
-"""Depths under zero-bubble that were the fastest of many at 50 and 100 Mbit/s."""
+BY_HAND, BY_HAND_RATES = (10, 8, 5, 2), (50, 100)
+"""Depths under zero-bubble that were the fastest of many at these rates, in Mbit/s."""
 TRACED_WIRES = (TAH, FP32)
 PIECE = 1024 * 1024
 """Every message costs Python time, which stages that launch small kernels need."""
@@ -186,7 +186,8 @@ def case(rate: int | None, options: argparse.Namespace) -> Case:
         pipeline = {"schedule": "zero-bubble", "in_flight": list(BY_HAND), "balance": "counted"}
         return {"pipeline": pipeline, "training": {"micro_batch": 1}}
 
-    return Case("unshaped" if rate is None else f"{rate} Mbit/s", "default", values, by_hand=by_hand)
+    title, is_slow = ("unshaped", False) if rate is None else (f"{rate} Mbit/s", rate in BY_HAND_RATES)
+    return Case(title, "default", values, by_hand=by_hand if is_slow else None)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
