@@ -146,7 +146,8 @@ class MeasuringMember:
         )
         began_s = time.monotonic()
         for size in sizes:
-            if order.limit_s and (time.monotonic() - began_s > order.limit_s or _is_no_faster(rows)) and len(rows) > 1:
+            taken_s = time.monotonic() - began_s - measurement.compiled_s
+            if order.limit_s and (taken_s > order.limit_s or _is_no_faster(rows)) and len(rows) > 1:
                 break
             begun += 1
             try:
@@ -263,6 +264,8 @@ class DeviceTimer:
         self._device = device
         self._clock = clock
         self._shares = shares
+        self.compiled_s = 0.0
+        """Seconds that first repetitions took more than others, to compile kernels."""
 
     def now_s(self) -> float:
         """The time when the device has finished its queue."""
@@ -272,6 +275,7 @@ class DeviceTimer:
 
     def medians_s(self, laps: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Medians over repetitions of `laps`, which does the work and returns the seconds of each of its parts."""
+        first_s = self._clock()
         laps()
         rows: list[tuple[float, ...]] = []
         begun_s = self._clock()
@@ -280,6 +284,7 @@ class DeviceTimer:
             until_s, most = SLOT_S * (begun_s // SLOT_S + 2), sys.maxsize
         while len(rows) < FEWEST or (len(rows) < most and self._clock() < until_s):
             rows.append(laps())
+        self.compiled_s += max(0.0, begun_s - first_s - (self._clock() - begun_s) / len(rows))
         return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
 
@@ -306,6 +311,11 @@ class ComputeMeasurement:
         self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
         self._bf16 = computes_in_bf16(config, device.type)
         self.hidden_size = self._spec.hidden_size
+
+    @property
+    def compiled_s(self) -> float:
+        """Seconds that compiling kernels took so far."""
+        return self._timer.compiled_s
 
     def layer_times(self, micro_batch: int) -> LayerTimes:
         """The times of a micro-batch of this many samples.
