@@ -30,7 +30,7 @@ IN_BENCH   := assumption coat_states codec demo links optimizer_memory planner q
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
 .PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check lint types imports stats \
-        format bench chaos dist clean
+        docs format bench chaos dist clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -98,6 +98,9 @@ stats: $(READY)  ## size of the tree against its limits, and phrases to avoid
 	$(BIN)/python .ci/stats.py
 	$(BIN)/python .ci/prose.py
 
+docs: $(READY)  ## build the documentation as a site in site/, and fail on links that lead nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
@@ -116,5 +119,5 @@ dist: $(READY)  ## build wheel and sdist into dist/, check them, and train with 
 	.ci/try_wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

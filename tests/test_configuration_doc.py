@@ -1,4 +1,4 @@
-"""docs/configuration.md names every key of the models, with its default, and no other."""
+"""docs/reference/configuration.md names every key of the models, with its default, and no other."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
 
-DOC = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).parents[1] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \|$", re.MULTILINE)
 SECTIONS: dict[str, type[BaseModel]] = {
     name: MachineConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()

@@ -21,5 +21,5 @@ def test_no_package_unpickles_or_evaluates():
         for path in sources
         for match in DANGEROUS.finditer(path.read_text(encoding="utf-8"))
     }
-    # The ranks of somebody's torch.distributed, which unpickles what they say in any case (docs/security.md).
+    # The ranks of another trainer's torch.distributed, which unpickle what they get anyway (explanation/security.md).
     assert found == {"tahq/integrations/torch_pipelining.py: gather_object("}

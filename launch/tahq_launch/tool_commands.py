@@ -28,7 +28,7 @@ def plan(
         typer.Option(
             metavar="SPEC|ladder",
             help="A codec that the planner may choose per link, the most accurate first, e.g. --codecs wf:bits=5 "
-            "--codecs wf:bits=3; ladder: the list in docs/planner.md. May be repeated. Default: the codecs of wire.",
+            "--codecs wf:bits=3; ladder: the list in docs/dev/planner.md. May be repeated. Default: those of wire.",
         ),
     ] = None,
     schedules: Annotated[

@@ -66,7 +66,7 @@ def other_version(options: CoordinatorOptions, join: Join) -> Refuse | None:
     revision = git_revision(options.version)
     return Refuse(
         f"this worker runs another version of tahq; on {brief(join.host)}, install the coordinator's: pip install "
-        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/install.md)",
+        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/how-to/install.md)",
         [["version", brief(join.version), f"{options.version} (coordinator)"]],
     )
 

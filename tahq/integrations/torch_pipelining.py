@@ -12,7 +12,7 @@ receive, what computes a micro-batch (where messages are decoded), and what begi
 buffers, autograd and the schedule stay torch's; the agreed shapes are read where torch keeps them, `_stage_meta`.
 Between stages of one rank torch hands tensors over; nothing is sent there, and nothing is packed.
 
-See docs/integrations.md.
+See docs/how-to/torchtitan.md.
 """
 
 import functools
@@ -167,7 +167,7 @@ def check_torch(version: str, stage_class: type = PipelineStage) -> None:
         known = ", ".join(SUPPORTED)
         raise ConfigError(
             f"torch {version}: packed stages of torch.distributed.pipelining work with torch {known}, on whose "
-            f"schedules they depend; {advice}; docs/integrations.md says how to try another"
+            f"schedules they depend; {advice}; docs/how-to/torchtitan.md says how to try another"
         )
     missing = [name for name in OVERRIDDEN if not callable(getattr(stage_class, name, None))]
     if missing:

@@ -1,6 +1,6 @@
 """The dashboard's page in Debian's Chromium: what a person reads, without an error and without another host.
 
-`--rewrite-golden` with `-m acceptance` also takes the pictures of docs/dashboard.md.
+`--rewrite-golden` with `-m acceptance` also takes the pictures of docs/how-to/dashboard.md.
 """
 
 import os
@@ -20,7 +20,7 @@ browser = pytest.importorskip("support.browser", reason="needs selenium", exc_ty
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(browser.OBSTACLE is not None, reason=str(browser.OBSTACLE))]
 
-DOCS = Path(__file__).parents[2] / "docs"
+PICTURES = Path(__file__).parents[2] / "docs" / "images"
 PHONE = {"width": 375, "height": 812}
 SLOW_LINKS = tiny(
     run={"name": "four-hosts"},
@@ -96,10 +96,10 @@ def test_live_run_of_four_stages(tmp_path, page, start, request):
     assert page.text("#stages").count("memory ") == 4
     assert page.run("return document.querySelector('#loss path').getAttribute('d').length") > 100
     if request.config.getoption("--rewrite-golden"):
-        page.picture(DOCS / "dashboard.png")
+        page.picture(PICTURES / "dashboard.png")
         page.open(page.run("return location.href"), width=375, height=1400)
         page.wait_for("training", "#state")
-        page.picture(DOCS / "dashboard-phone.png")
+        page.picture(PICTURES / "dashboard-phone.png")
     page.wait_for("done", "#state", 120)
     assert page.text("#steps") == "step 60 of 60"
     assert launcher.wait(60) == 0

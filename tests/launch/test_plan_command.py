@@ -144,7 +144,7 @@ def test_every_replica_is_shown(plan, tmp_path):
 def test_example_of_the_docs_is_the_printed_report(tahq, monkeypatch):
     root = EXAMPLES.parents[1]
     monkeypatch.chdir(root)
-    shown = (root / "docs/planner.md").read_text().partition("$ tahq plan ")[2].partition("```")[0]
+    shown = (root / "docs/dev/planner.md").read_text().partition("$ tahq plan ")[2].partition("```")[0]
     command, _, expected = shown.partition("\n")
     status, out, _ = tahq("tahq", "plan", *command.split())
     assert status == 0

@@ -1,4 +1,4 @@
-"""docs/netem.md: its table has the keys and defaults of a sweep, and its examples are valid."""
+"""docs/dev/netem.md: its table has the keys and defaults of a sweep, and its examples are valid."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from tahq_netem.network.faults import Timeline
 from tahq_netem.sweep.points import sweep_points
 from tahq_netem.sweep.spec import RuntimeConfig, StepsConfig, SweepConfig, load_sweep
 
-DOC = (Path(__file__).parents[2] / "docs" / "netem.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).parents[2] / "docs" / "dev" / "netem.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([a-z_.]+)` \| [^|]+ \| (`[^|]*`|\*required\*) \| [^|]+ \|$", re.MULTILINE)
 SECTIONS: dict[str, type[BaseModel]] = {"": SweepConfig, "runtimes": RuntimeConfig, "steps": StepsConfig}
 LEAST = {
@@ -81,7 +81,7 @@ def test_example_is_a_sweep_with_the_documented_number_of_points(tmp_path):
 
 def test_examples_of_faults_and_of_a_profile_are_valid(tmp_path):
     assert len(Timeline.parse(block(section("Faults"), "yaml")).faults) == 4
-    compile(block(section("Faults"), "python"), "docs/netem.md", "exec")
+    compile(block(section("Faults"), "python"), "docs/dev/netem.md", "exec")
     path = tmp_path / "desks.yaml"
     path.write_text(block(section("`tahq-netem run PROFILE -- COMMAND`"), "yaml"), encoding="utf-8")
     assert load_profile(str(path)).host.delay == 0.012

@@ -96,7 +96,7 @@ def test_follow_needs_stateless_codecs_and_a_replay_needs_ladders(file):
 
 
 def test_the_examples_in_the_documentation_are_valid(file):
-    doc = (Path(__file__).parents[2] / "docs" / "link-policy.md").read_text(encoding="utf-8")
+    doc = (Path(__file__).parents[2] / "docs" / "dev" / "link-policy.md").read_text(encoding="utf-8")
     examples = re.findall(r"```yaml\n(.*?)```", doc, re.DOTALL)
     wires = [file.load(f"{LEAST.replace('hidden_size: 32', 'hidden_size: 256')}{text}").wire for text in examples]
     assert [len(wire.rungs()["activations"]) for wire in wires] == [3, 4]

@@ -163,7 +163,7 @@ def write_numbers(numbers: ClusterNumbers, output: Path, *, is_complete: bool) -
     """Write the file, whole or not at all; incomplete figures go beside an existing one (``measured.partial.yaml``)."""
     path = output if is_complete or not output.exists() else output.with_name(f"{output.stem}.partial{output.suffix}")
     temporary = path.with_name(f"{path.name}.tmp")
-    header = "# Written by `tahq measure`; docs/measuring.md says how each figure was taken.\n"
+    header = "# Written by `tahq measure`; docs/dev/measuring.md says how each figure was taken.\n"
     try:
         temporary.write_text(header + dump_yaml(numbers, with_none=False), encoding="utf-8")
         return temporary.replace(path)

@@ -119,7 +119,7 @@ def _may_split(config: ClusterConfig) -> bool:
 
 
 def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ...]:
-    """The codecs of one direction, in the order given; `ladder` stands for the table of docs/planner.md."""
+    """The codecs of one direction, in the order given; `ladder` stands for the table of docs/dev/planner.md."""
     if not given:
         return (usual,)
     codecs: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""sweep.yaml: the points of a sweep, as the product of lists; docs/netem.md has an example.
+"""sweep.yaml: the points of a sweep, as the product of lists; docs/dev/netem.md has an example.
 
 Everything but `runtimes` holds for all runtimes; each runtime has its own schedules and wires. `sweep.points` makes
 the product.
