@@ -213,7 +213,9 @@ class Section(BaseModel):
     them, never change them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def set_default(self, key: str, value: object) -> None:
         """Give a key that the file leaves open a default that depends on other keys; for validators only.

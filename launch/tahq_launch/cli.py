@@ -375,14 +375,19 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
     return app
 
 
-def main() -> int:
-    """The program `tahq`."""
+def tahq_app() -> typer.Typer:
+    """The program `tahq` with its commands."""
     commands = (launch, worker, coordinator, keygen, measure, plan, export, generate, trace, probe, dashboard)
     app = _group(_tahq, **{command.__name__: command for command in commands})
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")
     app.add_typer(netem_app(), name="netem")
-    return run_app(app, "tahq", sys.argv[1:] or ["--help"])
+    return app
+
+
+def main() -> int:
+    """The program `tahq`."""
+    return run_app(tahq_app(), "tahq", sys.argv[1:] or ["--help"])
 
 
 def _one_command(command: Callable[..., int], program: str) -> int:

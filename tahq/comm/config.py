@@ -119,47 +119,55 @@ Cap = Annotated[float | str, BeforeValidator(_validate_cap), PlainSerializer(_se
 
 
 class LinksConfig(Section):
-    """The links between the hosts: their speed, and how tahq uses them.
+    """How fast and how far away the hosts are from each other, and how tahq uses the links.
 
-    `rate` limits each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
-    Under ``hosts: namespaces`` they describe a network on this machine, as do the keys from `up` on;
-    elsewhere rate and delay are enforced between session and socket, in user space. The keys from `piece`
-    to `cap_down` hold everywhere.
+    `rate`, `delay` and `piece` are imitated inside the workers, or, with `hosts: namespaces`, by a real network on this
+    machine, for which the keys from `up` on are.
+
+    Example: `links: {rate: 100mbit, delay: 20ms}` or `links: {profile: cable}`
     """
 
     rate: Rate | None = None
+    """Cap of each host's uplink and, separately, of its downlink. Not set: not limited."""
     delay: Delay = 0.0
+    """One-way, between any two hosts; a round trip takes twice as long."""
     piece: Size = Field(default=256 * 1024, ge=4096, le=1024 * 1024)
-    """Longest message; a larger frame travels in pieces, so that control messages never wait long behind it."""
+    """Longest message; a larger frame travels in pieces."""
     inside: LinkTransport = "zmq"
     """Transport between neighbours of one site; between sites it is ZMQ."""
     first: First = "oldest"
-    """Which of the frames that wait on a host's links its uplink takes first."""
+    """What a host's uplink takes first: the frame that was queued first, or all frames of one direction."""
     connections: int = Field(default=1, ge=1, le=MAX_CONNECTIONS)
-    """TCP connections of each link."""
+    """TCP connections of each link; more where one cannot fill a long, fast or lossy path."""
     cap_up: Cap | None = None
-    """Most that tahq uses of each host's uplink."""
+    """Most that tahq uses of each host's uplink: `20mbit`, or `60%` of its rate."""
     cap_down: Cap | None = None
+    """The same for the downlink."""
     measured: str | None = Field(default=None, min_length=1)
-    """A file of `tahq measure`, for a list of hosts: gives the rates for shares, and the number of connections."""
+    """A file of `tahq measure`, for a list of hosts: rates for shares, and the number of connections."""
     up: Speed | None = None
-    """Uplink rate of each host, in place of `rate`."""
+    """Uplink of each host, in place of `rate`."""
     down: Speed | None = None
+    """Downlink of each host, in place of `rate`."""
     jitter: Delay = 0.0
+    """Delays are spread evenly over `delay` ± `jitter`."""
     loss: Share = 0.0
+    """Share of packets that are lost: 0.01 is 1 %."""
     reorder: Share = 0.0
+    """Share of packets that overtake others."""
     profile: str | None = Field(default=None, min_length=1)
-    """A named kind of connection, or the path of a file with one, in place of rates and delays."""
+    """A kind of connection (`cable`, `4g`, …; `tahq-netem profiles` lists them), or a YAML file with one, in place
+    of rates and delays."""
     hosts: dict[Name, HostChanges] = Field(default_factory=dict)
     """Exceptions for some hosts; host0 runs stage 0, and so on."""
     pairs: list[PairConfig] = Field(default_factory=list)
     """Exceptions between some hosts or sites."""
     congestion_control: CongestionControl | None = None
-    """TCP's, on every host; None: cubic."""
+    """TCP's, on every host: `cubic`, `bbr`, … Not set: cubic."""
     tcp_slow_start_after_idle: bool | None = None
-    """Whether TCP repeats its slow start after a pause, on every host; None: the kernel's setting."""
+    """Whether TCP begins slowly again after a pause. Not set: the kernel's setting, which is `true`."""
     backend: BackendName = "auto"
-    """How the network is imitated."""
+    """What shapes the network; `auto`: `kernel` where the kernel has netem, else `tun`."""
 
     @model_validator(mode="after")
     def _profile_says_it_all(self) -> "LinksConfig":
@@ -202,36 +210,44 @@ _OF_NAMESPACES = ("up", "down", "jitter", "loss", "reorder", "profile", "hosts",
 
 
 class MachineConfig(Section):
-    """One machine of a `hosts:` list; the n-th host runs stage n."""
+    """Where the workers run: `local` (the default), `namespaces`, or a list, of which the n-th machine runs stage n.
+
+    With `namespaces` each worker has a host of a network that is made on this machine, as `links` says; needs root.
+
+    Example: `hosts: [{address: 198.51.100.20, ssh: ada@198.51.100.20}, {address: laptop.example.net, advertise: none}]`
+    """
 
     address: Annotated[str, matching(r"(?!-)(?![^:]*:[^:]*\Z)[^\s/]+", "a host name or an IP address, without a port")]
     """Name or IP address by which its neighbours reach it, without a port."""
     # ssh would read a leading dash as an option, and options can run commands.
     ssh: Annotated[str, matching(r"(?!-)\S+", "[user@]host for ssh")] | None = None
-    """Destination for OpenSSH ([user@]host); None: started by hand with `tahq-worker`."""
+    """Destination for the system's OpenSSH, [user@]host, which then starts the worker. Not set: started by hand with
+    `tahq-worker`."""
     ssh_options: list[str] = Field(default_factory=list)
-    """More arguments for ssh, such as ["-p", "2222"]."""
+    """More arguments for ssh, such as `["-p", "2222"]`."""
     bind: HostPort = "0.0.0.0:0"
-    """Address and port that its worker listens on; port 0 follows `run.base_port`."""
+    """Where its worker listens; port 0 follows `run.base_port`."""
     advertise: Annotated[str, AfterValidator(_advertised)] | None = None
-    """host:port that neighbours dial, if it differs (a port forwarded by a router); `none`: this
-    host can only dial out. None: address and the bound port."""
+    """host:port that neighbours dial, if it differs, such as a port that a router forwards. `none`: this host only
+    dials out."""
     device: Device = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` follows `run.device`."""
     cap_up: Cap | None = None
     """Most that tahq uses of its uplink, in place of `links.cap_up`."""
     cap_down: Cap | None = None
+    """The same for its downlink."""
     python: str = Field(default="python3", min_length=1)
     """Interpreter there that has tahq installed."""
     workdir: str | None = None
-    """Folder there for relative paths (runs, data, models); None: the login folder."""
+    """Folder there that relative paths start from. Not set: the login folder."""
     env: dict[Annotated[str, matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")], str] = Field(
         default_factory=dict
     )
-    """Environment variables of its worker."""
+    """Environment of its worker, such as `{CUDA_VISIBLE_DEVICES: "1"}`."""
     site: Name | None = None
-    """Hosts of one site are on one fast network; see `links.inside`. None: no other host is near."""
+    """Hosts of one site share a fast network, for `links.inside`. Not set: a site of its own."""
     public_key: Annotated[str, AfterValidator(parse_public_key)] | None = None
-    """Key of the only worker that may join for this stage. None: any worker that may join."""
+    """Key of the only worker that may take this stage by hand. Not set: any admitted worker."""
 
     @model_validator(mode="after")
     def _ssh_settings_need_ssh(self) -> "MachineConfig":

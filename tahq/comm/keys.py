@@ -144,14 +144,19 @@ def _key_or_file(text: str) -> str:
 
 
 class SecurityConfig(Section):
-    """The parties that may take part, and the coordinator's key."""
+    """The parties that may take part. Runs whose workers are all started from here need none of this.
+
+    Example: `security: {allow: [workers.keys]}`
+    """
 
     curve: bool = True
-    """Whether parties are authenticated by their keys and all traffic is encrypted."""
+    """Whether parties are known by their keys and all traffic is encrypted. Off: anyone who reaches a port can take
+    part."""
     key: str | None = Field(default=None, min_length=1)
-    """File of the coordinator's secret key; None: this account's, which is created if missing."""
+    """File of the coordinator's secret key. Not set: this account's, which is made if missing."""
     allow: list[Annotated[str, Field(min_length=1), AfterValidator(_key_or_file)]] = Field(default_factory=list)
-    """Public keys of workers that are started by hand, and files with such keys."""
+    """Public keys of workers that are started by hand under other keys than the coordinator's, or files with such
+    keys."""
 
     def allowed_keys(self) -> frozenset[str]:
         """The public keys that `allow` names; UserError if an entry is neither a key nor a readable file of keys."""

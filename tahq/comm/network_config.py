@@ -84,26 +84,39 @@ class PathChanges(Section):
     """Exceptions to the general values; None: no exception."""
 
     delay: Delay | None = None
+    """One-way."""
     jitter: Delay | None = None
+    """Of that delay."""
     loss: Share | None = None
+    """Share of packets that are lost."""
     reorder: Share | None = None
+    """Share of packets that overtake others."""
 
 
 class HostChanges(PathChanges):
-    """Exceptions for one host of a network whose hosts are otherwise alike."""
+    """Exceptions for one host; what is not set stays as `links` or its profile has it.
+
+    Example: `links.hosts: {host1: {up: 20mbit, site: home}, host2: {site: lab, loss: 0.01}}`
+    """
 
     up: Speed | None = None
+    """Rate of everything that it sends."""
     down: Speed | None = None
+    """Rate of everything that it receives."""
     site: Name | None = None
+    """A place that it shares with other hosts, for `pairs` and `links.inside`."""
 
 
 class PairConfig(PathChanges):
-    """An exception for traffic between two hosts or sites, in both directions; None: no exception."""
+    """An exception between two hosts, a host and a site, or two sites, in both directions.
+
+    Example: `links.pairs: [{between: [home, lab], delay: 60ms}, {between: [lab, lab], delay: 0, rate: 1gbit}]`
+    """
 
     between: tuple[Name, Name]
     """Hosts or sites; the same site twice is traffic inside it."""
     rate: Speed | None = None
-    """Cap of the pair in each direction, below the hosts' up and down."""
+    """Cap in each direction, below the hosts' `up` and `down`."""
 
 
 class NetworkConfig(Section):

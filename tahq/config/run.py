@@ -52,47 +52,61 @@ Interval = Annotated[
 
 
 class RunConfig(Section):
-    """A run's name and folder, and how long its parts wait for each other."""
+    """The run's name and folder, its checkpoints, and how long its parts wait for each other.
+
+    Example: `run: {name: demo, seed: 0, checkpoint_every: 10min}`
+    """
 
     name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    """Folder of the run below `dir`. Not set: the file's name and the time."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """Source of all randomness: weights, order of the data, dropout, randomised codecs."""
     dir: str = Field(default="runs", min_length=1)
+    """Folder that runs are written to."""
     bind: HostPort = "127.0.0.1:0"
-    """Where the coordinator listens; port 0: any free one."""
+    """Where the coordinator listens; port 0 is any free one. Not set, with hosts reached over ssh: the address by
+    which they see this machine."""
     advertise: DialledHostPort | None = None
-    """host:port that workers dial, if it differs from what is bound."""
+    """The address that workers dial, if it differs from `bind`: a public address, a forwarded port."""
     base_port: int = Field(default=7700, ge=0, le=60_000)
-    """Of machines in a list, the coordinator's port and the one before their workers'; 0: any free ones."""
+    """With a list of hosts: the coordinator's port; the workers of each host have the next ones, 7701 and so on. 0:
+    any free ports."""
     device: Device = "auto"
-    """auto, cpu, cuda or cuda:N, for hosts that set no device."""
+    """`cpu`, `cuda`, `cuda:1`, or `auto` (CUDA if there is any), for hosts that set no device."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """Compute threads per worker; None: the cores divided among the workers on them."""
+    """Compute threads of a worker. Not set: the cores divided by the workers on them; elsewhere torch's choice."""
     peer_timeout: Duration = Field(default=10.0, ge=0.1)
-    """Warn about a peer that has been silent this long; heartbeats are sent five times as often."""
+    """Warn when a worker has been silent this long (a link: half of it)."""
     give_up: Duration = Field(default=120.0, ge=0.1)
-    """End the run when a link has been silent, or a stage without a worker, this long."""
+    """End the run, resumable, when a link has been silent or a stage without a worker this long. After half of it
+    the stage may be taken by a spare."""
     restarts: int = Field(default=10, ge=0)
     """How often the launcher restarts the killed worker of a stage."""
     frame_log: Size = Field(default=10 * 1024**3, ge=0)
-    """Largest size of a stage's log, on its disk, of frames sent since the last checkpoint; 0: no log."""
+    """Largest log, on a stage's disk, of frames sent since the last checkpoint, from which a lost neighbour returns
+    alone. Past it all stages return to the checkpoint. 0: no log."""
     join_timeout: Duration = Field(default=600.0, gt=0)
     """How long the coordinator waits for all stages to join."""
     grace: Duration = Field(default=25.0, gt=0)
     """Time for the current step and its checkpoint after SIGTERM."""
     checkpoint_every: Interval = 600.0
-    """Steps (int) or seconds (float) between checkpoints; one is always written at the end and on interruption."""
+    """Time or steps between checkpoints: `10min`, `50`, or `never`. One is always written at the end, on Ctrl-C and
+    on SIGTERM."""
     checkpoint_buffers: int = Field(default=2, ge=0, le=2)
-    """Copies of a stage that may be waiting for the disk while training goes on; 0: training waits for the disk."""
+    """Copies of a stage that may wait in memory for the disk while training goes on, 12 bytes per parameter each
+    with AdamW. 0: training waits."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
     copies: int = Field(default=1, ge=0, le=1)
-    """Copies of each stage's checkpoint on other hosts."""
+    """Copies of each stage's checkpoint on other hosts, from which a lost host is replaced: 0 or 1."""
     copies_within_host: bool = False
-    """Whether copies may lie on the same host, for workers that do not share a disk."""
+    """Whether a worker on the same host may hold the copy, for workers that share no disk."""
     copy_rate: Rate | None = Field(default=None, ge=1e4)
-    """How fast a host fetches copies; None: 5 % of what it is configured to receive at, else 10 mbit/s."""
+    """How fast a host fetches copies. Not set: 5 % of its configured downlink, else 10mbit."""
     log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe message that is written to the run's logs."""
     trace_steps: TracedSteps | None = None
-    """First and last step, from 1, of which every action of every worker is recorded, as a picture."""
+    """A step, or the first and the last, of which every action is recorded as a picture: `10` or `[10, 12]`."""
 
     def is_traced(self, step: int) -> bool:
         """Whether this step, from 0, is one of `trace_steps`."""

@@ -18,27 +18,30 @@ Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
 
 
 class DataConfig(Section):
-    """The training data: one of text, tokens or jsonl, cut into samples of `seq_len` tokens.
+    """The training data: one of `text`, `tokens` and `jsonl`, cut into samples of `seq_len` tokens.
 
-    `text: stdlib` is the source of the running Python's standard library. A path may be a file, a
-    folder or a glob. `tokens` are flat files of uint16 or uint32, memory-mapped. `jsonl` has one object per line with
-    `prompt` and `response`; the loss is on the response.
+    The first and the last stage read it, so both machines need it.
+
+    Example: `data: {text: [books/*.txt, notes], tokenizer: models/gpt2, seq_len: 512}`
     """
 
     text: Paths | None = None
+    """Files, folders and globs of UTF-8 text, or `stdlib`: the source of Python's standard library."""
     tokens: Paths | None = None
+    """Flat files of token ids, memory-mapped."""
     tokens_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Item of the token files, little-endian."""
+    """Type of an id in the token files, little-endian."""
     jsonl: Paths | None = None
+    """Files with one object per line, `{"prompt": …, "response": …}`; the loss is on the response."""
     tokenizer: str = Field(default="bytes", min_length=1)
-    """`bytes` (one token per byte, 0 after each document), a local Hugging Face folder, or a tokenizer.json. Not set:
-    `model.path`, or bytes without it."""
+    """`bytes` (one token per byte), a local Hugging Face folder, or a tokenizer.json. Not set beside `model.path`:
+    that folder's."""
     seq_len: int = Field(default=256, ge=1, le=2**24)
     """Tokens per sample."""
     validation: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the data held out for validation; which part depends on the data alone."""
+    """Share of the data that is held out; which part depends on the data alone."""
     shuffle: bool = True
-    """False: samples in the order of the data, every epoch."""
+    """Another order in each epoch, from `run.seed`. `false`: the order of the data."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":

@@ -33,26 +33,30 @@ EXACTLY_STORED: Mapping[Recompute, tuple[str, ...]] = {
 
 
 class CoatConfig(Section):
-    """`memory.coat`: options of `activations: coat`."""
+    """Options of `memory.activations: coat`.
+
+    Example: `memory.coat: {backward_products: bf16}`
+    """
 
     backward_products: Literal["e5m2", "e4m3", "bf16"] = "e5m2"
-    """Format of an output's gradient in the backward products of a linear layer; gradients themselves stay bf16."""
+    """Format of an output's gradient in the backward products of a linear layer."""
     keep_weight_codes: bool = True
-    """Keep the weights' FP8 codes for all micro-batches of a step; otherwise only their scales are kept, and the
-    weights are coded again for every product."""
+    """Keep the weights' FP8 codes for all micro-batches of a step. `false`: code them again for every product."""
 
 
 class AgoqConfig(Section):
-    """`memory.agoq`: options of `activations: agoq`."""
+    """Options of `memory.activations: agoq`.
+
+    Example: `memory.agoq: {bits: [4, 4, 6, 8]}`
+    """
 
     bits: Literal["auto", 4, 5, 6, 8] | list[Literal[4, 5, 6, 8]] = "auto"
-    """Of a stored number, on all stages or by stage. `auto`: 4 on the stage with most layers times micro-batches in
-    flight, and as many more on others as fit in the same bytes. A run's config.yaml lists what was chosen."""
+    """Of a stored number: 4, 5, 6 or 8, on all stages or by stage. `auto`: 4 on the fullest stage, on others as many
+    as fit the same bytes."""
     rounding: Literal["paper", "strict"] = "strict"
-    """Of the bits of `auto`: `paper` to the nearest of 4, 5, 6 and 8, `strict` down."""
+    """Of the bits of `auto`: `strict` down, `paper` to the nearest."""
     stored: tuple[Literal["norms", "mlp", "attention"], ...] = ("norms", "mlp")
-    """Layers whose inputs are stored in few bits: norms; the MLP's activation; attention and its output projection,
-    which the paper advises against."""
+    """Layers whose inputs are stored in few bits; the paper advises against `attention`."""
 
     def bits_of(self, stage: int) -> int:
         """A stage's bits; `auto`: the fewest that it may be given."""
@@ -61,40 +65,38 @@ class AgoqConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What a stage keeps in memory, and in which format."""
+    """What a stage keeps in memory, and in which format.
+
+    Example: `memory: {activations: agoq, gradients: fp8}`
+    """
 
     recompute: Literal["auto", Recompute] | list[Recompute] = "auto"
-    """What of a block the backward computes again, with the same bits (LLMQ): `swiglu` the MLP's activation, `norm`
-    norms, `ffn` the MLP with its norm, `qkv` Q, K and V with their norm, `att` attention, `block` everything. On all
-    stages or by stage. `auto`: none, unless memory is what limits a plan. A run's config.yaml says what was chosen."""
+    """What of a block the backward computes again, with the same bits, on all stages or by stage; each level
+    includes those before it. `auto`: nothing, unless memory limits the plan."""
     offload: Literal["auto"] | tuple[Offload, ...] | tuple[tuple[Offload, ...], ...] = "auto"
-    """What a stage keeps of its blocks in pinned host memory, with the same bits (LLMQ): `residual`, the residual
-    stream; of matrices `m` and `v`, optimizer moments, `gradients` between micro-batches, `master`, fp32 weights under
-    bf16, and `weights`, those that products read. On all stages, or a list for each. `auto`: nothing, unless memory is
-    what limits a plan. A run's config.yaml says what was chosen."""
+    """What a stage keeps of its blocks in pinned host memory, with the same bits: `residual`, optimizer moments `m`
+    and `v`, `master` (fp32 weights under bf16), `weights` (those that products read), `gradients`. On all stages, or
+    a list for each. `auto`: nothing, unless memory limits the plan."""
     activations: Literal["none", "coat", "agoq"] = "none"
-    """`none`: as torch saves them; `coat`: FP8 (COAT), for Llama and models built like it; `agoq`: 4 to 8 bits (AGoQ),
-    for all models."""
+    """How activations wait for their backward. `coat`: FP8, for Llama, Qwen2 and Mistral. `agoq`: 4 to 8 bits, for
+    all models."""
     gradients: Gradients = "auto"
-    """What gradients are kept as between micro-batches; `fp8`: in blocks of 128 (AGoQ); `bf16`: those of matrices
-    (LLMQ), for three optimizers. `auto`: fp32, unless the planner finds that only fp8 fits. A run's config.yaml says
-    what was chosen."""
+    """Type of gradients between micro-batches. `bf16` is for `adamw`, `adamw8bit` and `adamw_bf16`. `auto`: fp32,
+    unless only `fp8` fits."""
     residual: Literal["fp32", "bf16"] = "fp32"
-    """Type of the residual stream within a stage; `bf16` (LLMQ) needs products in bf16, and changes nothing on the
-    wire."""
+    """Type of the residual stream within a stage; `bf16` needs products in bf16."""
     loss_chunks: int | None = Field(default=None, ge=1)
-    """Parts of a micro-batch's tokens whose logits are computed one after the other, with their loss and gradients
-    (LLMQ). None: as many as keep logits below 2 GiB in fp32; 1 with low-rank weights. A run's config.yaml has the
-    number."""
+    """Parts of a micro-batch's tokens whose logits exist one after the other. Not set: as many as keep them below 2
+    GiB in fp32."""
     attention_chunks: int = Field(default=1, ge=1)
-    """Calls of attention's kernel for a micro-batch, each for some of its samples and heads, forward and backward, so
-    that the kernel's workspace is smaller (LLMQ)."""
+    """Calls of attention's kernel for a micro-batch, each with a smaller workspace."""
     shard: tuple[Shard, ...] = ()
-    """What `pipeline.replicas` divide among themselves instead of each keeping all of it (LLMQ). Each replica has the
-    states of the `optimizer` for a share of the parameters, updates these, and sends the others the new weights. Of
-    blocks' matrices it alone keeps the sums of `gradients`, and the `weights`, which it lends the others."""
+    """What replicas divide among themselves: states of the `optimizer`; with it, of blocks, `gradients` and
+    `weights`."""
     coat: CoatConfig = CoatConfig()
+    """Options of `activations: coat`."""
     agoq: AgoqConfig = AgoqConfig()
+    """Options of `activations: agoq`."""
 
     @model_validator(mode="after")
     def _combines(self) -> "MemoryConfig":
@@ -175,7 +177,10 @@ class MemoryConfig(Section):
 
 
 class Fp8AdamWConfig(Section):
-    """How `fp8_adamw` stores AdamW's two moments (COAT §4)."""
+    """How `optimizer: fp8_adamw` keeps AdamW's two moments (COAT §4): FP8 in groups of 128 with a scale.
+
+    Example: `training.fp8_adamw: {second: e5m2, expand_first: false}`
+    """
 
     first: Literal["e4m3", "e5m2"] = "e4m3"
     """Format of the first moment, m."""
@@ -188,63 +193,74 @@ class Fp8AdamWConfig(Section):
 
 
 class Fp8Config(Section):
-    """Matrix products under `training.precision: fp8`."""
+    """How `training.precision: fp8` multiplies.
+
+    Example: `training.fp8: {backward: e5m2}`
+    """
 
     backward: Literal["e4m3", "e5m2"] = "e4m3"
     """Format of an output's gradient; weights and inputs are E4M3."""
 
 
 class AdamW8bitConfig(Section):
-    """How `adamw8bit` stores its moments."""
+    """How 8-bit moments are laid out, under `adamw8bit` and beside the low-rank matrices of `qgalore`.
+
+    Example: `training.adamw8bit: {block: 128, min_elements: 0}`
+    """
 
     block: Literal[64, 128, 256, 512, 1024, 2048] = 256
-    """Elements that share a scale."""
+    """Elements that share an fp32 scale."""
     min_elements: int = Field(default=MIN_ELEMENTS, ge=0)
     """Parameters with fewer elements keep fp32 moments."""
 
 
 class AdamWBf16Config(Section):
-    """What `adamw_bf16` keeps in bf16, and how it is rounded (LLMQ §3.1)."""
+    """What `optimizer: adamw_bf16` keeps in bf16, and how it is rounded (LLMQ §3.1). Needs torch 2.10.
+
+    Example: `training.adamw_bf16: {weights: bf16}`
+    """
 
     weights: Literal["fp32", "bf16"] = "fp32"
-    """Of matrices; there is no other copy. Norms and biases stay fp32."""
+    """Type of matrices and embeddings; there is no other copy. Norms and biases stay fp32."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """Of moments, and of weights in bf16, after an update."""
+    """Of moments, and of weights in bf16, after an update. `nearest` loses small updates."""
 
 
 class QGaLoreConfig(Section):
-    """How `training.optimizer: qgalore` and `galore` train the matrices of attention and MLP.
+    """How `optimizer: qgalore` and `galore` train the matrices of attention and MLP; AdamW trains the rest.
 
-    The three types and `lazy` default to int8, int4, int8 and true under `qgalore`, and to fp32, fp32, fp32 and false
-    under `galore`.
+    Example: `training.qgalore: {gap: 100, svd: exact}`
     """
 
     rank: int | None = Field(default=None, ge=1)
-    """Of the subspace; None: a quarter of a matrix's smaller dimension. From that dimension on nothing is projected."""
+    """Of the subspace. Not set: a quarter of a matrix's smaller dimension."""
     scale: float = Field(default=0.25, gt=0)
     """Factor of an update when it is projected back."""
     gap: int = Field(default=200, ge=1)
-    """Steps from one search for a subspace to the next, except to the second (`LazyRule.spread`)."""
+    """Steps from one search for a subspace to the next."""
     max_gap: int | None = Field(default=None, ge=1)
-    """Largest gap, however stable the subspace; None: 16 times `gap`."""
+    """Largest gap after doubling. Not set: 16 times `gap`."""
     queue: int = Field(default=5, ge=1)
-    """The gap doubles after this many similarities in a row ..."""
+    """The gap doubles after this many searches in a row found the leading vector unchanged."""
     threshold: float = Field(default=0.4, gt=0, le=1)
-    """... of at least this."""
+    """Least cosine of the old and the new leading vector that counts as unchanged."""
     lazy: bool | None = None
-    """Whether the gap ever doubles."""
+    """Whether gaps double. Not set: only under `qgalore`."""
     weights: Literal["int8", "bf16", "fp32"] | None = None
+    """Type of the matrices. Not set: `int8` under `qgalore`, `fp32` under `galore`."""
     projections: Literal["int4", "bf16", "fp32"] | None = None
+    """Type of the subspaces' bases. Not set: `int4`, or `fp32`."""
     states: Literal["int8", "fp32"] | None = None
-    """Adam's moments, those of all other parameters included."""
+    """Type of all AdamW moments. Not set: `int8`, or `fp32`."""
     ends: Literal["int8", "bf16", "fp32"] | None = None
-    """Type of embedding and head, which are not projected; None: see `low_rank_settings` in `pipeline/optimizer.py`."""
+    """Type of embedding and head. Not set: `bf16`, or `fp32`."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """Of updated int8 weights, and of ends in bf16."""
+    """Of `int8` weights, and of `ends` in `bf16`, after an update."""
     svd: Literal["exact", "randomised"] = "randomised"
-    """How a subspace is found; `exact` is the papers', and takes minutes for the matrices of 7B models."""
+    """How a subspace is found; `exact` takes minutes for a model of 7 billion parameters."""
     fused: bool = False
-    """Update each weight within the backward pass."""
+    """Update each weight within the backward pass. Needs one stage, one micro-batch, `clip_norm: null` and
+    `non_finite: halt`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "QGaLoreConfig":

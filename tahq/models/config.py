@@ -30,11 +30,13 @@ Durations = Annotated[list[Duration], BeforeValidator(_one_for_all), Field(min_l
 class SleepConfig(Section):
     """Imitated compute, for measuring networks with fewer cores than stages.
 
-    `forward` and `backward` are the times of a micro-batch, on every stage or listed by stage.
+    Example: `model.sleep: {forward: 73ms, backward: 152ms}`
     """
 
     forward: Durations
+    """Forward of a micro-batch: one duration for all stages, or a list."""
     backward: Durations
+    """Backward of a micro-batch."""
 
     def of(self, stage: int) -> tuple[float, float]:
         """Seconds of a stage's forward and backward."""
@@ -43,30 +45,41 @@ class SleepConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model: a family with sizes (random weights), or a local folder.
+    """The model: a local folder, or a family with sizes, whose weights are random.
 
-    `path` names a folder with a Hugging Face config.json and safetensors, which give the sizes below. `overrides` are
-    further keys of the transformers configuration.
+    Example: `model: {path: models/Qwen3-0.6B}` or `model: {family: gpt2, num_layers: 8, hidden_size: 256, num_heads:
+    8}`
     """
 
     path: str | None = None
+    """Folder with a Hugging Face config.json and safetensors. It gives the sizes, so the keys from `family` to
+    `vocab_size` are then refused."""
     family: Family | None = None
+    """Architecture. Required without `path`, as are the next three."""
     num_layers: int | None = Field(default=None, ge=1)
+    """Transformer blocks."""
     hidden_size: int | None = Field(default=None, ge=1)
+    """Channels of the residual stream, which crosses the wire."""
     num_heads: int | None = Field(default=None, ge=1)
+    """Attention heads."""
     num_kv_heads: int | None = Field(default=None, ge=1)
+    """Heads of keys and values (not gpt2). Not set: as `num_heads`."""
     intermediate_size: int | None = Field(default=None, ge=1)
+    """Inner channels of the MLP. Not set: 4 times `hidden_size` (gpt2), or 8/3 of it, rounded up to a multiple of
+    64."""
     vocab_size: int | None = Field(default=None, ge=1)
-    """None: the tokenizer's."""
+    """Rows of embedding and head. Not set: the tokenizer's."""
     max_seq_len: int | None = Field(default=None, ge=1)
-    """Longest sequence that the model can take; None: data.seq_len."""
+    """Longest sequence that the model can take, in tokens. Not set: `data.seq_len`, or the folder's."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Probability, wherever the architecture has dropout."""
     tie: Literal["untied", "sync"] = "untied"
-    """`untied`: embedding and head are two parameters at every number of stages. `sync`: their
-    gradients are exchanged and summed each step, which promises a tolerance, not equal bits."""
+    """`untied`: embedding and head are two parameters. `sync`: their gradients are summed each step, exact up to
+    rounding."""
     overrides: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the transformers configuration, such as `{activation_function: gelu_pytorch_tanh}`."""
     sleep: SleepConfig | None = None
-    """Stages sleep instead of computing; tensors between them have the model's shapes but meaningless values."""
+    """Stages sleep instead of computing, to measure networks with fewer cores than stages; learns nothing."""
 
     @field_validator("overrides")
     @classmethod

@@ -46,55 +46,70 @@ _REMOVED_OPTIMIZERS = {
 
 
 class TrainingConfig(Section):
-    """How weights are trained. One of `steps` and `epochs` gives the length."""
+    """How the weights learn, and for how long: `steps` or `epochs`.
+
+    Example: `training: {epochs: 3, global_batch: 32, lr: 1.0e-3}`
+    """
 
     steps: int | None = Field(default=None, ge=1, le=10**9)
+    """Optimizer steps of the whole run, those before a resume included."""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
-    """1 if neither is given."""
+    """The same in passes over the training data; 1 if neither is given."""
     global_batch: int = Field(default=32, ge=1)
-    """Samples per optimizer step."""
+    """Samples per optimizer step; a multiple of `micro_batch`."""
     micro_batch: int = Field(default=MICRO_BATCH, ge=1)
-    """Samples that pass through the pipeline together; not set: chosen before the first step if hosts are measured,
-    else the largest divisor of `global_batch` up to 4, or all of it where the backward updates."""
+    """Samples that pass through the pipeline together. Not set: chosen before the first step."""
     optimizer: Literal["adamw", "sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16", "qgalore", "galore"] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT), `adamw8bit` and
-    `adamw_bf16` are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
+    """`sgd` has torch's momentum, `ema_sgd` a moving average; `fp8_adamw`, `adamw8bit` and `adamw_bf16` are AdamW
+    with smaller moments; `qgalore` and `galore` are AdamW in a low-rank subspace."""
     fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
+    """Options of `fp8_adamw`."""
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
+    """Options of 8-bit moments."""
     adamw_bf16: AdamWBf16Config = AdamWBf16Config()
+    """Options of `adamw_bf16`."""
     qgalore: QGaLoreConfig = QGaLoreConfig()
+    """Options of `qgalore` and `galore`."""
     lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate; not set: 2e-5 for a model in a folder."""
+    """Peak learning rate. Not set beside `model.path`: 2e-5."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay of first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's ε, outside the root."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled; not applied to norms and biases."""
+    """Decoupled; none on norms and biases."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Factor of the old momentum (sgd), or 1 − β₁ of TAH-Quant Eq. 6 (ema_sgd)."""
+    """Factor of the old momentum: torch's `momentum` (`sgd`), 1 − β₁ of TAH-Quant Eq. 6 (`ema_sgd`)."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """From `lr` to `min_lr` after the warm-up; `wsd` is warm-up, stable, decay."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the rate rises to `lr`."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Length of `wsd`'s decay; None: a tenth of the steps."""
+    """Length of the decay of `wsd`. Not set: a tenth of all steps."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
-    """How `wsd` decays: by p or √p, where p is the share of the decay's steps that are done."""
+    """How `wsd` decays when a share p of the decay is done: by p, or by √p."""
     min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end of the decay."""
     clip_norm: float | None = Field(default=1.0, gt=0)
-    """Largest global gradient norm; None: no clipping."""
+    """Largest norm of the whole model's gradient; `null`: not clipped."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Factor of lse², lse = log Σ exp(logits), which is added to the loss of a token where it is differentiated."""
+    """Factor of the square of log Σ exp(logits), added to each token's loss in the backward only (PaLM: 1e-4)."""
     non_finite: Literal["skip", "halt"] = "skip"
-    """What to do with a step whose loss or gradients are NaN or infinite: skip it, or end the run."""
+    """What all stages do with a step whose loss or gradient is not finite: skip it, or end the run with status 5."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)
+    """More skipped steps than this in a row end the run with status 5."""
     eval_every: int | None = Field(default=None, ge=1)
+    """Steps between evaluations on the validation split. Not set: never."""
     eval_batches: int = Field(default=4, ge=1)
-    """Global batches of the validation split per evaluation."""
+    """Global batches per evaluation."""
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
-    """[tokens, last step], in order: until then each sample is cut into pieces of so many tokens, which do not see each
-    other. Later steps, and evaluations, have whole samples of `data.seq_len`. Source: LLMQ App. A.4."""
+    """Shorter sequences at first: `[[512, 1000], [1024, 2000]]` cuts samples into pieces of 512 tokens until step
+    1000, of 1,024 until step 2000."""
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA. `fp8`: `bf16` with the blocks' products with
-    weights in FP8 (LLMQ)."""
+    """`auto`: fp32 on CPU, bf16 autocast with fp32 weights on CUDA. `fp8`: `bf16` with the matrix products of blocks
+    in FP8."""
     fp8: Fp8Config = Fp8Config()
+    """Options of `precision: fp8`."""
 
     @field_validator("optimizer", mode="before")
     @classmethod
@@ -182,40 +197,46 @@ class TrainingConfig(Section):
 
 
 class FirstSchedule(Section):
-    """What a run begins with where `pipeline.schedule` is `auto`; the planner's choice, in the run's config.yaml."""
+    """What a run begins with where `pipeline.schedule` is `auto`; the plan writes it into the run's config.yaml.
+
+    Example: `pipeline.first: {schedule: zero-bubble, in_flight: [8, 6, 4, 2]}`
+    """
 
     schedule: Literal["gpipe", "1f1b", "zero-bubble"]
+    """Schedule of the first steps."""
     in_flight: list[Count] | None = None
+    """Micro-batches in flight, by stage."""
 
 
 class PipelineConfig(Section):
-    """How the model is divided, and in which order its parts are computed."""
+    """How the model is divided, and in which order its parts are computed.
+
+    Example: `pipeline: {stages: 3, layers: [9, 9, 6]}`
+    """
 
     stages: int = Field(default=4, ge=1, le=256)
+    """Parts of the model, one worker each. Not set: as many as `layers` or `hosts` lists, at most one per layer."""
     schedule: Literal["auto", "gpipe", "1f1b", "zero-bubble", "interleaved"] = "auto"
-    """`auto` begins with `first` and changes schedule and depths, where `in_flight` leaves them open, between steps."""
+    """`auto` changes schedule and depths between steps to what makes them shortest. `gpipe`: all forwards, then all
+    backwards. `1f1b`: in turn. `zero-bubble`: backwards in two parts. `interleaved`: several `chunks` per stage."""
     first: FirstSchedule | None = None
-    """None: 1F1B with its own depths."""
+    """What `auto` begins with; written by the plan. Not set: 1F1B."""
     in_flight: Count | list[Count] | None = None
-    """Micro-batches that a stage may hold at once, one number or a list by stage; under `interleaved`, pairs of a
-    chunk and a micro-batch. None: under `auto` what makes steps shortest and fits the memory, else the schedule's
-    default, which hides no latency."""
+    """Most micro-batches that a stage holds at once, for all stages or by stage; more hide a longer round trip and
+    take more memory. Not set: chosen."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """Pipelines side by side, each with its part of the batch; they sum their gradients before every update. Their
-    stages are numbered through: stage s of replica r has the number r · `stages` + s."""
+    """Pipelines side by side that sum their gradients. Stage s of replica r has the number r · `stages` + s."""
     replicas_wait: Duration | None = None
-    """How long the other replicas wait for a lost worker; then they skip the step and share the batch of its replica
-    until it is back. None: they wait, and nothing is skipped."""
+    """How long the other replicas wait for a lost worker before they share its batch. Not set: until it is back."""
     replay: str | None = Field(default=None, min_length=1)
     """metrics.jsonl of another run, whose steps the same replicas compute, or skip, again."""
     chunks: int = Field(default=1, ge=1, le=16)
-    """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
+    """Pieces of the model per stage; `interleaved` needs 2 or more."""
     layers: list[Count] | None = None
-    """Transformer blocks of each chunk, in order; None: divided by cost."""
+    """Transformer blocks of each chunk, in order. Not set: chosen."""
     balance: Literal["counted", "measured"] = "measured"
-    """`measured`: before the first step hosts measure themselves, and the planner chooses what is not set: layers, the
-    order of listed hosts, micro-batch, codecs, and the first schedule. `counted`: layers are divided by multiplications
-    counted, and nothing is measured."""
+    """`measured`: before the first step hosts measure themselves, and what is not set is chosen. `counted`: nothing
+    is measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PipelineConfig":

@@ -60,57 +60,64 @@ Rungs = Annotated[list[Annotated[str, AfterValidator(_stateless)]], Field(min_le
 
 
 class GuardConfig(Section):
-    """When bits are raised because training quality drops, whatever the bandwidth.
+    """When bits are raised because training quality drops, whatever the bandwidth. NaN always raises them.
 
-    Attributes:
-        max_error: ‖x̂ − x‖/‖x‖ of a tensor above which its link and direction are raised; None: ignored.
-        measure_every: steps between measurements of it, on one micro-batch.
-        loss_rise: share by which the loss may exceed its moving average, step after step; None: ignored.
-        hold: steps for which bits raised here are not lowered again.
+    Example: `wire.follow.guard: {max_error: 0.4, hold: 100}`
     """
 
     max_error: float | None = Field(default=0.5, gt=0)
+    """Relative error of a sent tensor, ‖x̂ − x‖/‖x‖, above which its link gets more bits; `null`: not measured."""
     measure_every: int = Field(default=20, ge=1)
+    """Steps between measurements of it, each on one micro-batch."""
     loss_rise: float | None = Field(default=0.1, gt=0)
+    """Share by which three losses in a row must exceed their moving average, for every link to get more bits;
+    `null`: ignored."""
     hold: int = Field(default=50, ge=1)
+    """Steps for which bits raised here are not lowered again."""
 
 
 class FollowConfig(Section):
-    """Bits that follow the bandwidth: the codecs to choose from, and how fast to change.
+    """The codecs that each direction of each link may use, and how soon it changes.
 
-    Attributes:
-        activations: rungs; None: those around `wire.activations`.
-        gradients: rungs; None: those around `wire.gradients`.
-        raise_after: consecutive steps in which more bits would have fitted.
-        lower_after: consecutive steps in which a link was the bottleneck.
-        guard: raises bits for training quality.
+    Example: `wire.follow: {activations: ["wf:bits=2", "wf:bits=3", wf], raise_after: 10}`
     """
 
     activations: Rungs | None = None
+    """Codecs from the fewest bits to the most, `wire.activations` among them. Not set: a few around it."""
     gradients: Rungs | None = None
+    """The same, backward."""
     raise_after: int = Field(default=5, ge=1)
+    """Steps in a row in which more bits would have fitted, before they are taken."""
     lower_after: int = Field(default=1, ge=1)
+    """Steps in a row in which a link was the bottleneck, before it gets fewer bits."""
     guard: GuardConfig = GuardConfig()
+    """Raises bits when training quality drops."""
 
 
 class WireConfig(Section):
-    """The codec of each direction, and its backend; docs/dev/wire-format.md has the specs.
+    """Which codec packs what crosses from one stage to the next.
 
-    The word `paper` in place of the section means TAH activations and 8-bit fixed-point gradients, `auto` that nothing
-    is set: the default is the floor of `tahq.quant.quality`. `follow` may be true or false.
+    `wire: auto` is the same as no section. `wire: paper` is TAH-Quant's pair, `tah` and `fixed:bits=8`.
+
+    Example: `wire: {activations: "wf:bits=5", gradients: "eden:bits=2"}`
     """
 
     activations: str = FLOOR.activations
+    """Codec of the forward direction. Not set: chosen before the first step, never below this default."""
     gradients: str = FLOOR.gradients
+    """Codec of the backward direction; the same holds."""
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    """What computes the codecs: `triton` on CUDA, `cpu` (numba), or `reference` (torch). All write the same bytes."""
     threads: int = Field(default=1, ge=1)
+    """Threads of the `cpu` backend for one tensor, in each worker."""
     follow: FollowConfig | None = None
+    """Bits that follow the bandwidth from step to step; `true` takes all defaults."""
     all_reduce: str = FP8
-    """Codec of gradients that replicas sum (`pipeline.replicas`): `fp8`, or any that keeps no memory of samples."""
+    """Codec of gradients that replicas sum; `fp8`: 8.25 bits."""
     all_reduce_inside: str | None = None
-    """The same between hosts of one site; None: `all_reduce`."""
+    """The same between hosts of one site. Not set: as `all_reduce`."""
     replay: str | None = Field(default=None, min_length=1)
-    """metrics.jsonl of an earlier run whose codec changes are repeated, instead of measuring."""
+    """metrics.jsonl of a run with `follow`, whose codec changes are repeated."""
 
     @model_validator(mode="before")
     @classmethod
