@@ -49,6 +49,7 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
             "save_steps: 10",
             "training.save_steps is not a key of training; use run.checkpoint_every, in st",
         ),
+        ("text: stdlib", "messages: chat.jsonl", "data.messages is not a key of data; use data.jsonl with prompt and"),
         ("hosts: local", "adapter: lora", "adapter is not a section of a configuration; use full training; adapters"),
     ],
 )

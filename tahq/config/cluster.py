@@ -54,6 +54,7 @@ _OTHER_NAMES = {
     "data.validation, a share of the data": "val_set_size validation_split",
     "model.path, a local folder": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
     "data.text, data.tokens or data.jsonl, local files": "datasets dataset dataset_name train_file",
+    "data.jsonl with prompt and response; chat data is not supported yet": "messages conversations chat_template",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
     "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",
     "metrics.jsonl in the run's folder; trackers are not supported yet": "report_to wandb wandb_project use_wandb",

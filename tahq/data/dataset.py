@@ -196,7 +196,9 @@ def _parse_line(line: bytes, place: str) -> TextPair:
 def _text_of(record: dict[str, object], key: str, place: str) -> str:
     if key not in record:
         keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{place}: no key {key!r}, only {keys}; a line needs prompt and response")
+        is_chat = not record.keys().isdisjoint(("messages", "conversations"))
+        chat = "; chat data is not supported yet" if is_chat else ""
+        raise DataError(f"{place}: no key {key!r}, only {keys}; a line needs prompt and response{chat}")
     value = record[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key} must be a string, got {type(value).__name__}")

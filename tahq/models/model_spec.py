@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tahq.errors import ModelError
+from tahq.errors import ModelError, brief
 from tahq.models.config import ModelConfig
 from tahq.models.families import FAMILIES, FamilyLayout, HfConfig, head_dim, num_kv_heads
 from tahq.models.weights import FolderWeights, one_line, read_json
@@ -129,11 +129,19 @@ def _config_from_sizes(config: ModelConfig, *, vocab_size: int, seq_len: int) ->
     return layout, _build(layout, keys | config.overrides, where="model")
 
 
+def require_folder(folder: Path) -> None:
+    """Raise ModelError if the model's folder does not exist, which may be a name on the Hugging Face Hub."""
+    if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
+        raise ModelError(
+            f"model.path {brief(str(folder))} is not a folder here; models by their name on the Hugging Face Hub are "
+            "not supported yet: download it first (hf download NAME --local-dir FOLDER)"
+        )
+
+
 def _config_from_folder(config: ModelConfig, folder: Path) -> tuple[FamilyLayout, HfConfig]:
     """The configuration in a folder with `model.overrides` and, replacing the folder's, `model.dropout`."""
     path = folder / CONFIG_FILE
-    if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
-        raise ModelError(f"model.path {folder} is not a folder; tahq reads local folders, so download the model first")
+    require_folder(folder)
     if not path.exists():
         raise ModelError(f"{folder} has no {CONFIG_FILE}; model.path needs {CONFIG_FILE} and safetensors")
     keys = read_json(path, _MAX_CONFIG_NBYTES)

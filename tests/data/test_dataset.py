@@ -244,6 +244,7 @@ def test_same_pairs_are_held_out_for_every_seq_len(load):
         ("{", "not JSON"),
         ("[1]", "expected an object with prompt and response, got list"),
         ('{"prompt": "a", "answer": "b"}', "no key 'response', only 'prompt', 'answer'"),
+        ('{"messages": []}', "no key 'prompt', only 'messages'; a line .* chat data is not supported yet"),
         ('{"prompt": 1, "response": "b"}', "prompt must be a string, got int"),
         ('{"prompt": "a\\u0000", "response": "b"}', "prompt holds a NUL"),
         ('{"prompt": "a", "response": "b\\ud800"}', "half a surrogate pair at character 1"),

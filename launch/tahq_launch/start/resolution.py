@@ -18,7 +18,7 @@ from tahq.config.file import resolve
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs
-from tahq.models.model_spec import load_spec
+from tahq.models.model_spec import load_spec, require_folder
 from tahq.models.partition import divide
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.typed_yaml.mistakes import Origins, validated
@@ -36,6 +36,8 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """
     config = resolve(with_measured(with_profile(config)))
     _check_uplinks(config)
+    if config.model.path is not None:  # before its tokenizer, so that the message names this key
+        require_folder(Path(config.model.path))
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
     ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
