@@ -94,9 +94,10 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
-stats: $(READY)  ## size of the tree against its limits, and phrases to avoid
+stats: $(READY)  ## size of tree and docs against their limits, and phrases to avoid
 	$(BIN)/python .ci/stats.py
 	$(BIN)/python .ci/prose.py
+	$(BIN)/python .ci/words.py
 
 docs: $(READY)  ## build the documentation as a site in site/, and fail on links that lead nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

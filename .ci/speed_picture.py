@@ -1,6 +1,6 @@
 """Draw docs/images/speed.svg, tokens per second by bandwidth, from the table of a committed result.
 
-    python .ci/speed_picture.py
+python .ci/speed_picture.py
 """
 
 import re

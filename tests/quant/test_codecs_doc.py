@@ -1,4 +1,4 @@
-"""docs/how-to/codecs.md has a section for every codec, and names only specs and commands that there are."""
+"""docs/reference/codecs.md has a section for every codec, and names only specs and commands that there are."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tahq.quant import CodecSpec
 from tahq.quant.inspection import codec_summaries
 
-DOC = (Path(__file__).parents[2] / "docs" / "how-to" / "codecs.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).parents[2] / "docs" / "reference" / "codecs.md").read_text(encoding="utf-8")
 
 
 def test_every_codec_has_a_section():
