@@ -217,8 +217,13 @@ class MachineConfig(Section):
     Example: `hosts: [{address: 198.51.100.20, ssh: ada@198.51.100.20}, {address: laptop.example.net, advertise: none}]`
     """
 
-    address: Annotated[str, matching(r"(?!-)(?![^:]*:[^:]*\Z)[^\s/]+", "a host name or an IP address, without a port")]
-    """Name or IP address by which its neighbours reach it, without a port."""
+    address: Annotated[
+        str, matching(r"(?!-)(?![^:]*:[^:]*\Z)[^\s/]+", "a host name or an IP address, without a port")
+    ] = ""
+    """Name or IP address by which its neighbours reach it, without a port. Left open for this machine: the one at which
+    they reach the coordinator (`ClusterConfig`)."""
+    local: bool = False
+    """This machine: its worker is started here, without ssh."""
     # ssh would read a leading dash as an option, and options can run commands.
     ssh: Annotated[str, matching(r"(?!-)\S+", "[user@]host for ssh")] | None = None
     """Destination for the system's OpenSSH, [user@]host, which then starts the worker. Not set: started by hand with
@@ -250,9 +255,26 @@ class MachineConfig(Section):
     """Key of the only worker that may take this stage by hand. Not set: any admitted worker."""
 
     @model_validator(mode="after")
+    def _is_reached_in_one_way(self) -> "MachineConfig":
+        if not self.local and not self.address:
+            raise ValueError("address is missing; give a host name or an IP address, or local: true for this machine")
+        if self.local and self.ssh is not None:
+            raise ValueError("local: true is for this machine, which needs no ssh; remove one of them")
+        if not self.address:
+            self.set_default("address", "127.0.0.1")
+        return self
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the launcher starts its worker, here or by ssh; else a person does."""
+        return self.local or self.ssh is not None
+
+    @model_validator(mode="after")
     def _ssh_settings_need_ssh(self) -> "MachineConfig":
-        if self.ssh is not None and self.public_key is not None:
-            raise ValueError("public_key is for hosts that are started by hand; a worker that ssh starts gets a key")
+        if self.is_started and self.public_key is not None:
+            raise ValueError(
+                "public_key is for hosts that are started by hand; a worker that tahq-launch starts gets a key"
+            )
         if self.ssh is None and (self.ssh_options or self.env or self.workdir):
             raise ValueError("ssh_options, env and workdir are for hosts that are started by ssh; set ssh too")
         return self

@@ -14,7 +14,7 @@ from tahq.comm.config import Hosts, LinksConfig, LinkTransport
 from tahq.comm.keys import SecurityConfig
 from tahq.comm.network_config import NetworkConfig
 from tahq.comm.topology import Grid
-from tahq.comm.zmq.addresses import LOOPBACK
+from tahq.comm.zmq.addresses import LOOPBACK, WILDCARDS, parse_address
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
@@ -93,6 +93,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "ClusterConfig":
         """Run all checks; the message of each begins with the key to look at first (`tahq.typed_yaml.mistakes`)."""
+        self._place_local_hosts()
         self._check_hosts()
         self._check_replicas()
         self._check_inside()
@@ -104,6 +105,13 @@ class ClusterConfig(Section):
         self._check_fused()
         self._check_timeouts()
         return self
+
+    def _place_local_hosts(self) -> None:
+        """The others reach this machine where they reach its coordinator."""
+        address, _ = parse_address(self.run.advertise or self.run.bind, "run.bind")
+        for host in self.hosts if isinstance(self.hosts, list) and address not in WILDCARDS else ():
+            if host.local and "address" not in host.model_fields_set:
+                host.set_default("address", address)
 
     def _check_hosts(self) -> None:
         if self.pipeline.model_fields_set.isdisjoint(("stages", "layers")):
@@ -199,6 +207,12 @@ class ClusterConfig(Section):
             return ("local",) * self.pipeline.num_workers
         hosts = self.hosts if isinstance(self.hosts, list) else self._network().hosts.values()
         return tuple(host.site or "" for host in hosts)
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        """The stages whose workers are started on this machine."""
+        here = (isinstance(self.hosts, str) or self.hosts[stage].local for stage in range(self.pipeline.num_workers))
+        return tuple(stage for stage, is_here in enumerate(here) if is_here)
 
     def worker_bind(self, stage: int) -> str:
         """host:port of a listed host's worker: its `bind`, with a port after `run.base_port` where it is open."""

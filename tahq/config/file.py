@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from tahq.comm.config import MachineConfig
+from tahq.comm.network_config import nearest
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError, brief
 from tahq.pipeline.checkpoint.renamed_keys import RENAMED, with_present_names
@@ -69,7 +71,56 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins
         # Everything at and below this path was now written by the override.
         known = {each: origin for each, origin in known.items() if each[: len(where)] != where}
         known[where] = changes[where] = label
-    return values, Origins(os.fspath(path), known, changes)
+    origins = Origins(os.fspath(path), known, changes)
+    return _with_host_defaults(values, known, origins), origins
+
+
+_OF_EACH_HOST = ("address", "local", "ssh", "advertise", "public_key")
+_OF_SSH = ("ssh_options", "python", "workdir", "env")
+
+
+def _with_host_defaults(values: dict[str, Any], known: dict[KeyPath, int | str], origins: Origins) -> dict[str, Any]:
+    """The values with `host_defaults`, the keys that a file gives once for all hosts, in each entry without them.
+
+    Those that only a host with ssh takes go to such hosts only. A value that an entry refuses is reported where it was
+    written.
+    """
+    section = "host_defaults"
+    if section not in values:
+        return values
+    defaults, hosts = values[section], values.get("hosts")
+    if not isinstance(defaults, dict):
+        raise ConfigError(
+            origins.report((section,), f"{section}: expected keys of a host; got {brief(repr(defaults))}")
+        )
+    if not isinstance(hosts, list):
+        raise ConfigError(
+            origins.report(
+                (section,), f"{section} is for the machines of a list; hosts is {brief(repr(hosts or 'local'))}"
+            )
+        )
+    allowed = [key for key in MachineConfig.model_fields if key not in _OF_EACH_HOST]
+    for key in defaults:
+        if key not in allowed:
+            why = (
+                "it differs by host: set it in the entries of hosts" if key in _OF_EACH_HOST else nearest(key, allowed)
+            )
+            why = why.removeprefix("; ") or f"known are {', '.join(allowed)}"
+            raise ConfigError(
+                origins.report((section, key), f"{section}.{brief(key)} is not a key of {section}; {why}")
+            )
+    merged = []
+    for number, host in enumerate(hosts):
+        taken = defaults if not isinstance(host, dict) or host.get("ssh") else _without(defaults, _OF_SSH)
+        merged.append({**taken, **host} if isinstance(host, dict) else host)
+        for path, line in list(known.items()):
+            if path[:1] == (section,) and len(path) > 1 and path[1] not in host:
+                known["hosts", number, *path[1:]] = line
+    return {**_without(values, (section,)), "hosts": merged}
+
+
+def _without(values: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def _apply(override: str, label: str, values: dict[str, Any], known: dict[KeyPath, int | str]) -> KeyPath:

@@ -37,7 +37,7 @@ NETWORK = (
     "links={rate: 100mbit, delay: 20ms, hosts: {host1: {up: 5mbit, site: home, loss: 0.01}}, "
     "pairs: [{between: [home, host3], delay: 1s}]}"
 )
-TWO_SITES = "hosts=[{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]"
+TWO_SITES = "hosts=[{address: a, site: x}, {address: b, site: x}, {address: c}, {local: true}]"
 TIED = ("model.tie=sync", "model.family=gpt2", "wire=paper", "pipeline.schedule=zero-bubble")
 CASES = {
     "plain": (),

@@ -114,6 +114,14 @@ def test_process_exits_when_its_stdin_ends_even_if_it_ignores_sigterm():
         assert process.wait(30) == -signal.SIGKILL
 
 
+def test_listed_hosts_that_are_this_machine_complete_a_run(tmp_path, start):
+    write_config(tmp_path, TWO_STAGES | {"host_defaults": {"device": "cpu"}, "hosts": [{"local": True}] * 2})
+    launcher = start("tahq-launch", "cluster.yaml")
+    stdout, stderr = launcher.communicate(timeout=120)
+    assert (launcher.returncode, stderr) == (0, ""), stdout
+    assert "run tiny done: 2 of 2 steps" in stdout
+
+
 def test_killed_worker_is_started_again_alone(training):
     stages = workers(training.pid)
     assert len(stages) == 2

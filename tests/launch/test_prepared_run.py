@@ -70,6 +70,25 @@ def test_hosts_must_be_able_to_dial_the_coordinator(run, address, expectation):
         check_reachable(config)
 
 
+@pytest.mark.parametrize(
+    ("run", "own", "expectation"),
+    [
+        ({"bind": "192.0.2.1:7700"}, {}, REACHABLE),
+        ({"bind": "0.0.0.0:7700"}, {"address": "192.0.2.1"}, REACHABLE),
+        (
+            {"bind": "0.0.0.0:7700"},
+            {},
+            pytest.raises(ConfigError, match=r"^hosts.1: 192.0.2.7 must reach this machine"),
+        ),
+    ],
+)
+def test_hosts_must_be_able_to_dial_the_worker_of_this_machine(run, own, expectation):
+    hosts = [{"address": "192.0.2.7"}, {"local": True, **own}]
+    config = ClusterConfig.model_validate({**tiny(pipeline={"stages": 2}, run=run), "hosts": hosts})
+    with expectation:
+        check_reachable(config)
+
+
 @pytest.mark.parametrize("damage", [None, b"\xff\xfe"])
 def test_run_without_a_readable_config_yaml_is_resumed_from_its_checkpoint(tmp_path, monkeypatch, damage):
     shutil.copytree(OLD_RUN, tmp_path / "runs" / "gpt2")

@@ -218,12 +218,17 @@ def test_data_model_and_device_are_looked_for_on_their_host(over_ssh, tmp_path, 
 
 @needs_sshd
 @pytest.mark.netns
-def test_coordinator_listens_where_the_hosts_see_this_machine(over_ssh, sshd, tmp_path):
+@pytest.mark.parametrize("is_this_machine_a_host", [False, True])
+def test_coordinator_listens_where_the_hosts_see_this_machine(over_ssh, sshd, tmp_path, is_this_machine_a_host):
     port = sshd[sshd.index("-p") + 1]
     folder = Path(sshd[sshd.index("-i") + 1]).parent
     config = over_ssh(TWO_STAGES, address="192.0.2.7", ssh=f"{getpass.getuser()}@192.0.2.7")
     config["hosts"] = [{key: host[key] for key in host if key != "bind"} for host in config["hosts"]]
     assert "bind" not in config["run"]
+    if is_this_machine_a_host:  # its address for the other is the one at which that reaches the coordinator
+        (first, _), own = config["hosts"], ("address", "ssh")
+        config["hosts"] = [{key: first[key] for key in own}, {"local": True}]
+        config["host_defaults"] = {key: first[key] for key in first if key not in own}
     write_config(tmp_path, config)
     script = (
         "ip link set lo up && ip address add 192.0.2.7/32 dev lo || exit 9\n"

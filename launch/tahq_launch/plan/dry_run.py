@@ -242,7 +242,9 @@ class _DryRun:
 def _host_name(config: ClusterConfig, stage: int) -> str:
     if config.hosts == "namespaces":
         return f"host{stage}"
-    name = config.hosts[stage].address if isinstance(config.hosts, list) else config.hosts
+    if isinstance(config.hosts, str) or config.hosts[stage].local:
+        return "local"
+    name = config.hosts[stage].address
     return name if len(name) <= 24 else f"{name[:23]}…"
 
 

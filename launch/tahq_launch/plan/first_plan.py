@@ -228,7 +228,7 @@ def _by_hand(config: ClusterConfig, starts_workers: bool) -> frozenset[int]:
     return frozenset(
         stage
         for stage in range(config.pipeline.num_workers)
-        if not starts_workers or (isinstance(hosts, list) and hosts[stage].ssh is None)
+        if not starts_workers or (isinstance(hosts, list) and not hosts[stage].is_started)
     )
 
 

@@ -7,6 +7,7 @@ Invariants:
 """
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tahq.comm.control.server import ControlServer
-from tahq.comm.zmq.addresses import format_address, parse_address
+from tahq.comm.zmq.addresses import WILDCARDS, format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
@@ -43,8 +44,6 @@ to save."""
 
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of success and of a stop by a signal."""
-
-_WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 MakeCoordinator = Callable[[PreparedRun, ControlServer], Coordinator]
 
@@ -168,13 +167,14 @@ def worker_command(
 ) -> WorkerCommand | None:
     """The command for a stage's worker that dials the coordinator at `address`; None if it is started by hand."""
     config, keys = prepared.config, prepared.keys
-    if isinstance(config.hosts, list) and config.hosts[stage].ssh is None:
+    if isinstance(config.hosts, list) and not config.hosts[stage].is_started:
         return None
     secret = PLAIN if keys is None else keys.secret_of(stage)
-    if isinstance(config.hosts, list):
+    if isinstance(config.hosts, list) and config.hosts[stage].ssh is not None:
         host, threads = config.hosts[stage], config.run.threads
         return ssh_command(host, stage, address, threads=threads, secret=secret, debug=debug)
-    threads = config.run.threads or 1  # a resolved configuration has them
+    # a resolved configuration has them, unless other machines take part
+    threads = config.run.threads or max(1, len(os.sched_getaffinity(0)) // len(config.local_stages))
     if hosts is not None:
         return hosts.worker_command(stage, address, threads, secret=secret, debug=debug)
     return local_command(stage, local_peer(config.run.bind, address), threads, secret=secret, debug=debug)
@@ -184,7 +184,7 @@ def local_peer(bind: str, address: str) -> str:
     """Address that local workers dial: loopback if the coordinator binds all addresses, else the bound address."""
     host, _ = parse_address(bind, "run.bind")
     _, port = parse_address(address, "coordinator")
-    return format_address("127.0.0.1" if host in _WILDCARD_HOSTS else host, port)
+    return format_address("127.0.0.1" if host in WILDCARDS else host, port)
 
 
 def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:

@@ -1,7 +1,8 @@
 """Checks of a configuration against this machine, so that a run is not refused at its start.
 
-Files are looked up but not read, devices counted but not opened. Of the machines listed in `hosts:`, only those at a
-loopback address count as this one, and not those reached over ssh, which may start in another folder.
+Files are looked up but not read, devices counted but not opened. Of the machines listed in `hosts:`, only those that
+are `local` or at a loopback address count as this one, and not those reached over ssh, which may start in another
+folder.
 """
 
 import socket
@@ -21,10 +22,10 @@ _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 
 def check_local(config: ClusterConfig) -> None:
     """Find the data, devices and congestion control that stages on this machine need; UserError if one is missing."""
-    here = list(range(config.pipeline.num_workers))
+    here = set(config.local_stages)
     if isinstance(config.hosts, list):
-        here = [n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)]
-    for stage in here:
+        here |= {n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)}
+    for stage in sorted(here):
         for error in check_stage(config, stage):
             raise error
     if config.hosts == "namespaces" and config.links.congestion_control is not None:
@@ -75,14 +76,20 @@ _MOST_LR, _MOST_LR_OF_A_TRAINED_MODEL = 0.02, 1e-3
 
 
 def check_reachable(config: ClusterConfig) -> None:
-    """Refuse another machine as a host if the coordinator listens where only this machine reaches it."""
+    """Refuse another machine as a host if it cannot reach the coordinator, or a worker on this machine."""
     hosts = [] if isinstance(config.hosts, str) else config.hosts
-    remote = [host.address for host in hosts if not host.address.startswith(LOOPBACK)]
+    remote = [host.address for host in hosts if not (host.local or host.address.startswith(LOOPBACK))]
     if remote and config.run.bind.startswith(LOOPBACK) and config.run.advertise is None:
         raise ConfigError(
             f"run.bind is {config.run.bind}, which {remote[0]} cannot reach; set run.bind to an address and port of "
             "this machine (--set run.bind=192.0.2.1:5555), and run.advertise if hosts reach it under another"
         )
+    for stage, host in enumerate(hosts if remote else ()):
+        if host.local and host.address.startswith(LOOPBACK) and host.advertise is None:
+            raise ConfigError(
+                f"hosts.{stage}: {remote[0]} must reach this machine, and its address is not known; set address here, "
+                "or set run.bind to that address and a port, such as 192.0.2.1:5555"
+            )
 
 
 def warnings_about(config: ClusterConfig) -> list[str]:

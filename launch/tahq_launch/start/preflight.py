@@ -1,7 +1,8 @@
 """Before anything is started over ssh: all hosts at once, and all that is wrong with them in one table.
 
-Each host runs `tahq check-host` (`host_check`), looks for what its worker will need, listens where the worker will
-listen, and dials the coordinator and its neighbours. Hosts whose workers are started by hand are not asked.
+Each host, this machine too if it is one, runs `tahq check-host` (`host_check`), looks for what its worker will need,
+listens where the worker will listen, and dials the coordinator and its neighbours. Hosts whose workers are started by
+hand are not asked.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,30 +85,37 @@ class _Preflight:
         self._config = config
         self._is_bind_open = is_bind_open
         self._hosts = dict(enumerate(config.hosts))
-        self._asked = {stage: host for stage, host in self._hosts.items() if host.ssh is not None}
+        self._asked = {stage: host for stage, host in self._hosts.items() if host.is_started}
         self._faults: list[tuple[int, Fault]] = []
 
     def run(self) -> tuple[list[Fault], str | None]:
         """All faults in the order of hosts, and the address for `run.bind`."""
         spec = resolved_spec(self._config, None)
         kept = self._config.run.keep_checkpoints + 1  # the next is written before the oldest is removed
-        text = config_json(self._config)
         with ExitStack() as stack, ThreadPoolExecutor(AT_ONCE) as pool:
             talks = {stage: stack.enter_context(closing(_Talk(host))) for stage, host in self._asked.items()}
 
-            def first(stage: int) -> Mapping[str, Any] | None:
-                nbytes = kept * stage_estimate(self._config, spec, stage, device="cpu").snapshot
-                request = {"version": __version__, "config": text, "stage": stage, "checkpoint_nbytes": nbytes}
-                return talks[stage].ask(request)
+            def ask(stages: Sequence[int]) -> Mapping[int, Mapping[str, Any] | None]:
+                text = config_json(self._config)
 
-            replies = dict(zip(talks, pool.map(first, talks), strict=True))
+                def first(stage: int) -> Mapping[str, Any] | None:
+                    nbytes = kept * stage_estimate(self._config, spec, stage, device="cpu").snapshot
+                    request = {"version": __version__, "config": text, "stage": stage, "checkpoint_nbytes": nbytes}
+                    return talks[stage].ask(request)
+
+                return dict(zip(stages, pool.map(first, stages), strict=True))
+
+            replies = dict(ask([stage for stage, host in self._asked.items() if not host.local]))
+            bind = self._bind({stage: reply for stage, reply in replies.items() if reply is not None})
+            if bind is not None:
+                self._config = _with_local_address(self._config, parse_address(bind, "run.bind")[0])
+            replies |= ask([stage for stage, host in self._asked.items() if host.local])
             for stage, reply in replies.items():
                 if reply is None:
                     self._add(stage, *ssh_fault(talks[stage].end(), self._asked[stage], stage))
                 for what, remedy in reply["faults"] if reply is not None else ():
                     self._add(stage, what, remedy)
             answered = {stage: reply for stage, reply in replies.items() if reply is not None}
-            bind = self._bind(answered)
             targets = stack.enter_context(closing(_Targets(self._config, bind)))
             dials = {stage: self._dials(stage, answered, targets.coordinator) for stage in answered}
             second = pool.map(lambda stage: talks[stage].ask({"dial": dials[stage]}), dials)
@@ -115,7 +124,8 @@ class _Preflight:
         return [fault for _, fault in sorted(self._faults, key=lambda pair: pair[0])], bind
 
     def _add(self, stage: int, what: str, remedy: str) -> None:
-        self._faults.append((stage, Fault(f"{self._hosts[stage].address} (stage {stage})", what, remedy)))
+        name = "this machine" if self._hosts[stage].local else self._hosts[stage].address
+        self._faults.append((stage, Fault(f"{name} (stage {stage})", what, remedy)))
 
     def _bind(self, answered: Mapping[int, Mapping[str, Any]]) -> str | None:
         """Where the coordinator listens, by how the hosts see this machine; a fault where that is not one address."""
@@ -164,6 +174,16 @@ class _Preflight:
                     )
 
 
+def _with_local_address(config: ClusterConfig, address: str) -> ClusterConfig:
+    """The configuration with the address at which the others see this machine, where an entry leaves it open."""
+    assert isinstance(config.hosts, list), "only listed hosts have addresses"
+    hosts = [
+        host.model_copy(update={"address": address}) if host.local and "address" not in host.model_fields_set else host
+        for host in config.hosts
+    ]
+    return config.model_copy(update={"hosts": hosts})
+
+
 _SET_BIND: Final = "set run.bind to 0.0.0.0:PORT, and run.advertise to an address that all reach"
 _BEHIND_NAT: Final = "forward a port to this machine and set run.bind and run.advertise to it, or join all by a VPN"
 _OPEN_COORDINATOR: Final = "open this port in this machine's firewall (run.bind, run.base_port)"
@@ -194,7 +214,11 @@ class _Talk:
     """A conversation with `tahq check-host` on one host; `close` ends it."""
 
     def __init__(self, host: MachineConfig) -> None:
-        self._argv = ssh_argv(host, ["check-host"])
+        self._env = dict(os.environ)
+        self._argv: Sequence[str] = ssh_argv(host, ["check-host"])
+        if host.local:
+            self._env.pop("SSH_CONNECTION", None)  # the caller is this machine, even if its user sits elsewhere
+            self._argv = (sys.executable, "-m", "tahq_launch.cli", "check-host")
         self._process: subprocess.Popen[str] | None = None
         self._timer: threading.Timer | None = None
         self._said: list[str] = []
@@ -205,7 +229,7 @@ class _Talk:
             pipe = subprocess.PIPE
             try:
                 self._process = subprocess.Popen(
-                    self._argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+                    self._argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=self._env
                 )
             except OSError as error:
                 raise UserError(f"cannot start ssh: {error.strerror}") from error

@@ -68,7 +68,7 @@ def make_run_keys(config: ClusterConfig, *, starts_workers: bool) -> RunKeys | N
     started = [
         stage
         for stage in range(config.pipeline.num_workers)
-        if starts_workers and (isinstance(hosts, str) or hosts[stage].ssh is not None)
+        if starts_workers and (isinstance(hosts, str) or hosts[stage].is_started)
     ]
     must_be_known = len(started) < config.pipeline.num_workers
     key_file = None if security.key is None else Path(security.key).expanduser()

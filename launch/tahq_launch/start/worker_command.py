@@ -58,7 +58,7 @@ def local_command(
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:
     """Modules that this run's local workers import; empty if it has none."""
-    if not isinstance(config.hosts, str):
+    if not config.local_stages:
         return []
     family = config.model.family
     codecs = {CodecSpec.parse(spec).name for rungs in config.wire.rungs().values() for spec in rungs}

@@ -10,6 +10,8 @@ from tahq.errors import UserError
 
 LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 """How addresses begin that only this machine reaches."""
+WILDCARDS = ("0.0.0.0", "::")
+"""Where a program listens that is to be reached at each of a machine's addresses."""
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
@@ -59,7 +61,7 @@ def advertised_address(bind: str, bound_port: int, advertise: str | None) -> str
     if advertise == "none":
         return ""
     host, port = parse_address(advertise or bind, "advertise" if advertise else "bind")
-    if host in ("0.0.0.0", "::") and not advertise:
+    if host in WILDCARDS and not advertise:
         host = socket.gethostname()
     return format_address(host, port if advertise and port else bound_port)
 

@@ -241,8 +241,10 @@ def _activations(config: Config) -> str:
 
 def _machines(config: Config) -> object:
     """The machines that compute, by the configuration: this one, or addresses and devices in order."""
-    hosts = config.get("hosts")
-    return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
+    hosts, here = config.get("hosts"), "this machine"
+    if not isinstance(hosts, list):
+        return here
+    return [(here if host.get("local") else host["address"], host.get("device")) for host in hosts]
 
 
 _IS_NOT_SGD = _outside("training.optimizer", "sgd", "ema_sgd")
