@@ -57,7 +57,8 @@ _OTHER_NAMES = {
     "data.jsonl with prompt and response; chat data is not supported yet": "messages conversations chat_template",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
     "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",
-    "metrics.jsonl in the run's folder; trackers are not supported yet": "report_to wandb wandb_project use_wandb",
+    "run.trackers, such as [wandb]": "report_to wandb use_wandb tensorboard",
+    "run.trackers and WANDB_PROJECT in the environment": "wandb_project",
     "full training; adapters (LoRA, QLoRA) are not supported yet": "lora lora_r lora_alpha adapter peft load_in_4bit",
 }
 OTHER_NAMES: Mapping[str, str] = {name: use for use, names in _OTHER_NAMES.items() for name in names.split()}

@@ -43,6 +43,13 @@ def _interval(value: Any) -> Any:
     return seconds
 
 
+def _listed(value: Any) -> Any:
+    """A list, of one name or of none."""
+    if isinstance(value, str):
+        return [] if value == "none" else [value]
+    return value
+
+
 TracedSteps = Annotated[tuple[int, int], BeforeValidator(_first_and_last)]
 Interval = Annotated[
     int | float | Literal["never"],
@@ -107,6 +114,12 @@ class RunConfig(Section):
     """Least severe message that is written to the run's logs."""
     trace_steps: TracedSteps | None = None
     """A step, or the first and the last, of which every action is recorded as a picture: `10` or `[10, 12]`."""
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "prometheus"]], BeforeValidator(_listed)] = Field(
+        default_factory=list
+    )
+    """Programs that get the figures of metrics.jsonl, too."""
+    prometheus: DialledHostPort = "127.0.0.1:9464"
+    """Where Prometheus finds them."""
 
     def is_traced(self, step: int) -> bool:
         """Whether this step, from 0, is one of `trace_steps`."""

@@ -57,6 +57,7 @@ from tahq_launch.start.local_checks import check_reachable
 from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.run_folder import RunFolder
+from tahq_launch.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
     given = load_config(start.config_path, start.all_overrides)
     if measures:
         check_reachable(given)
+        check_trackers(given)
         RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
     found = first_plan(given, start, measures=measures, starts_workers=starts_workers)
     lines = found.lines if found is not None else (_NOT_MEASURED,) if _is_open(given) else ()

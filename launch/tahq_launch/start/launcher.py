@@ -34,6 +34,7 @@ from tahq_launch.start.worker_command import (
     worker_by_hand,
 )
 from tahq_launch.start.worker_processes import LEAVE_S, Fleet, ForkServer
+from tahq_launch.trackers import TrackerProcess
 
 if TYPE_CHECKING:
     from tahq_launch.namespace_host import NamespaceHosts
@@ -122,6 +123,9 @@ def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: 
     )
     if request.dashboard:
         observer = Observers([observer, DashboardProcess(prepared.folder.logs / "dashboard.log")])
+    if prepared.config.run.trackers:
+        # the first, so that its last warnings are still written
+        observer = Observers([TrackerProcess(prepared.config, prepared.options.run_id, observer.warned), observer])
     for line in prepared.notes:
         announce(line)
     return Coordinator(prepared.options, server, observer, journal=prepared.journal)

@@ -15,6 +15,7 @@ from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
+from tahq_launch.trackers import check_trackers
 
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
@@ -22,6 +23,7 @@ _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 
 def check_local(config: ClusterConfig) -> None:
     """Find the data, devices and congestion control that stages on this machine need; UserError if one is missing."""
+    check_trackers(config)
     here = set(config.local_stages)
     if isinstance(config.hosts, list):
         here |= {n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)}

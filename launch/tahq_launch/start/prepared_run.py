@@ -40,6 +40,7 @@ from tahq_launch.start.local_checks import check_reachable, warnings_about
 from tahq_launch.start.resolution import resolve_for_run, with_profile
 from tahq_launch.start.run_folder import RunFolder
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
+from tahq_launch.trackers import check_trackers
 
 log = logging.getLogger("tahq")
 
@@ -144,6 +145,7 @@ def prepared_run(
     """
     given = request.planned or load_config(request.config_path, request.all_overrides)
     check_reachable(given)
+    check_trackers(given)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
     keys = make_run_keys(given, starts_workers=starts_workers)

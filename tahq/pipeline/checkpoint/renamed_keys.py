@@ -1,4 +1,4 @@
-"""Keys of cluster.yaml that have other names in earlier versions; they are still read from files and checkpoints."""
+"""Other names of keys of cluster.yaml, most from earlier versions; they are still read from files and checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,10 @@ RENAMED: Mapping[tuple[str | int, ...], tuple[str, str]] = {
     ("run", "snapshot_every"): ("run", "checkpoint_every"),
     ("run", "snapshot_buffers"): ("run", "checkpoint_buffers"),
     ("run", "keep_snapshots"): ("run", "keep_checkpoints"),
+    ("run", "report_to"): ("run", "trackers"),
+    ("training", "report_to"): ("run", "trackers"),
 }
-"""Section and key now, by section and key before."""
+"""Section and key now, by section and key before, or in transformers."""
 
 
 def with_present_names(config: Mapping[str, Any]) -> dict[str, Any]:
