@@ -206,6 +206,14 @@ def dump_yaml(config: Section, *, with_none: bool = True, with_unset: bool = Tru
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
+def yaml_flow(value: Any) -> str:
+    """A plain value on one line, as `parse_yaml` reads it back."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes a text that `parse_yaml` would read as something else, and writes no aliases."""
 

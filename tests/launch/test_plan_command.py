@@ -224,3 +224,40 @@ def test_mistake_is_one_line(plan, tmp_path, arguments, message):
 )
 def test_host_that_only_one_file_knows_is_named(plan, num_hosts, message):
     assert_one_line(plan(listed(num_hosts), numbers=NUMBERS), 2, message)
+
+
+OWN = """\
+# my run
+model: {family: gpt2, num_layers: 6, hidden_size: 64, num_heads: 2}   # small
+data:
+  text: stdlib
+  seq_len: 32  # tokens
+
+training:
+  steps: 4
+  # of all replicas
+  global_batch: 8
+
+# at home
+links: {rate: 100mbit}
+wire: paper
+"""
+
+
+@pytest.mark.parametrize("is_planned_twice", [False, True])
+def test_written_file_is_the_users_with_the_plan_in_it(tahq, tmp_path, is_planned_twice):
+    (tmp_path / "cluster.yaml").write_text(OWN)
+    arguments = ("--set", "training.lr=0.002", "--set", "data.seq_len=64")
+    assert tahq("tahq", "plan", "cluster.yaml", *arguments, "--write", "planned.yaml")[0] == 0
+    if is_planned_twice:
+        assert tahq("tahq", "plan", "planned.yaml", "--write", "planned.yaml")[0] == 0
+    head, *lines = (tmp_path / "planned.yaml").read_text().splitlines()
+    assert head.startswith("# Planned by tahq plan: ")
+    kept = [line for line in OWN.splitlines() if "seq_len" not in line and "wire" not in line]
+    assert [line for line in lines if line in kept] == kept
+    assert "  seq_len: 64  # tokens" in lines
+    assert lines[lines.index("  global_batch: 8") + 1].startswith("  micro_batch: ")
+    assert len(lines) <= len(OWN.splitlines()) + 5
+    config = load_config(tmp_path / "planned.yaml")
+    assert (config.training.lr, config.links.rate) == (0.002, 1e8)
+    assert config.pipeline.layers is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 from tahq.comm.topology import Grid
 from tahq.config.cluster import ClusterConfig
-from tahq.config.file import dump_yaml, load_config, placed_errors
+from tahq.config.file import load_config, placed_errors
 from tahq.errors import UserError
 from tahq.plan.cluster_numbers import host_labels
 from tahq.plan.explanation import Bottleneck, WhatIf, bottleneck, second_best, shares, what_ifs
@@ -24,6 +24,7 @@ from tahq.units import format_rate, format_size
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import check_writable, plain_table, progress_of, write_text
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
+from tahq_launch.plan.planned_file import write_planned
 from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
 from tahq_launch.start.resolution import needed_connections, resolve_for_run
 
@@ -57,7 +58,7 @@ def plan_cluster(
         if path is not None:
             check_writable(path)
     # the layers' times come from the numbers, so do not time them here
-    overrides = [*overrides, "pipeline.balance=counted"]
+    given_overrides, overrides = overrides, [*overrides, "pipeline.balance=counted"]
     with placed_errors(config_path, overrides):
         config = resolve_for_run(load_config(config_path, overrides))
         spec = resolved_spec(config, None)
@@ -84,7 +85,7 @@ def plan_cluster(
     if json_path is not None:
         write_text(json_path, json.dumps(as_json(explained), indent=1, allow_nan=False) + "\n")
     if write is not None:
-        _write_planned(write, config, planned)
+        _write_planned(write, config_path, given_overrides, config, planned)
 
 
 def interpolated_times(planned: Planned) -> list[str]:
@@ -109,12 +110,14 @@ def _stand_ins(planned: Planned) -> list[str]:
     ]
 
 
-def _write_planned(path: Path, config: ClusterConfig, planned: Planned) -> None:
+def _write_planned(
+    path: Path, config_path: Path, overrides: Sequence[str], config: ClusterConfig, planned: Planned
+) -> None:
     """Write a cluster.yaml with the plan in it."""
     plans = planned.replicas.plans if planned.replicas is not None else [planned.best.plan]
     hosts = [host for plan in plans for host in plan.hosts]
     done, notes = planned_config(config, planned.table, plans[0], hosts)
-    write_text(path, f"# Planned by tahq plan: {planned.tokens_per_s:,.0f} tokens/s predicted.\n{dump_yaml(done)}")
+    write_planned(path, config_path, overrides, done, planned.tokens_per_s)
     print("", f"written to {path}", *(f"note: {note}" for note in notes), sep="\n")
 
 
