@@ -93,6 +93,7 @@ def _reordered(path: Path, overrides: Sequence[str], before: Sequence[Any], afte
 def with_changes(text: str, changes: Changes) -> str:
     """The text of a cluster.yaml with changed values, and added keys and sections; comments stay."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode), "it was read as a configuration"
     sections = {key.value: value for key, value in root.value}
     edits: list[tuple[int, int, str]] = []
     added = ""
