@@ -30,6 +30,7 @@ from tahq_launch.command_line import (
 )
 from tahq_launch.init import init
 from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
+from tahq_launch.tool_commands import compare, doctor, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app
 
 log = logging.getLogger("tahq")
@@ -378,7 +379,7 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
 
 def tahq_app() -> typer.Typer:
     """The program `tahq` with its commands."""
-    commands = (launch, worker, coordinator, keygen, measure, plan, export, generate, trace, probe, dashboard, init)
+    commands = (launch, worker, coordinator, keygen, measure, plan, export, generate, trace, probe, dashboard, init, doctor)
     app = _group(_tahq, **{command.__name__: command for command in commands})
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")

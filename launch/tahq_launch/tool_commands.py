@@ -1,4 +1,4 @@
-"""The command lines of `plan`, `measure`, `probe`, and `codec list`, `inspect` and `compare`.
+"""The command lines of `plan`, `measure`, `probe`, `doctor`, and `codec list`, `inspect` and `compare`.
 
 Each function imports its implementation when it is called, so that `--help` needs no torch.
 """
@@ -155,6 +155,41 @@ def probe(
     changes, wires = tuple(overrides or ()), tuple(wire or ())
     run_probe(ProbeRequest(cluster_yaml, changes, wires, steps, batches, warm_up, weights, resume, device), json_path)
     return 0
+
+
+def doctor(
+    cluster_yaml: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CLUSTER.YAML]", help="A run whose hosts are checked. Default: only this machine."),
+    ] = None,
+    overrides: Overrides = None,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Install this version of tahq on hosts, create work folders, copy keys; then check again. "
+            "Default: only check.",
+        ),
+    ] = False,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="With --fix: also copy a missing model and missing data. Default: neither.")
+    ] = False,
+    prints_json: Annotated[bool, typer.Option("--json", help="Print one JSON object. Default: tables.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Check this machine, or all hosts of a run at once: software, GPU, disk, memory, clock, ports and links.
+
+    Names every fault with the command that remedies it. Links between neighbours carry data for a second or two.
+
+    Example: tahq doctor cluster.yaml --fix
+
+    Exit status: 0 nothing keeps a run from starting, 2 something does. Warnings do not count.
+    """
+    if copy and not fix:
+        raise typer.BadParameter("goes with --fix", param_hint="--copy")
+    from tahq_launch.doctor.command import doctor as check
+
+    return check(cluster_yaml, tuple(overrides or ()), fixes=fix, copies=copy, prints_json=prints_json)
 
 
 def list_codecs(

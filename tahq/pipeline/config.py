@@ -261,6 +261,11 @@ class PipelineConfig(Section):
         """Stages of all replicas."""
         return self.stages * self.replicas
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a run chooses its plan, before its first step, from measurements."""
+        return self.balance == "measured" and self.layers is None and self.chunks == 1
+
     def grid(self, *, tie_link: bool) -> Grid:
         """The stages of all replicas and their links; `tie_link`: one joins the copies of a tied embedding."""
         return Grid(self.stages, self.replicas, self.chunks, tie_link)

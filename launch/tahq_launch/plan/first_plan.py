@@ -141,7 +141,7 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
         check_trackers(given)
         RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
     found = first_plan(given, start, measures=measures, starts_workers=starts_workers)
-    lines = found.lines if found is not None else (_NOT_MEASURED,) if _is_open(given) else ()
+    lines = found.lines if found is not None else (_NOT_MEASURED,) if given.pipeline.is_open else ()
     for line in (*lines, *([""] if lines and not measures else [])):
         announce(line)
     if found is None:
@@ -161,7 +161,7 @@ def first_plan(
         measures: False: only with figures that are known already (for `--dry-run`).
         starts_workers: False: workers are started by hand, so each keeps the stage of its command line.
     """
-    if not _is_open(given):
+    if not given.pipeline.is_open:
         return None
     config = resolve_for_run(given)
     spec = resolved_spec(config, None)
@@ -191,7 +191,7 @@ def first_plan(
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
     whole = config
-    may_reorder = config.hosts != "local" and not by_hand and config.pipeline.replicas == 1
+    may_reorder = config.hosts != "local" and not (by_hand or start.keeps_order) and config.pipeline.replicas == 1
     config, cluster = one_replica(config), slowest_replica(config, cluster)
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
@@ -217,11 +217,6 @@ def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbe
     """The figures of workers on this machine, each with its share of the memory that is free now."""
     share = in_megabytes(free_bytes(torch.device("cpu")) // num_workers)
     return cluster.model_copy(update={"hosts": [host.model_copy(update={"memory": share}) for host in cluster.hosts]})
-
-
-def _is_open(given: ClusterConfig) -> bool:
-    pipeline = given.pipeline
-    return pipeline.balance == "measured" and pipeline.layers is None and pipeline.chunks == 1
 
 
 def _by_hand(config: ClusterConfig, starts_workers: bool) -> frozenset[int]:

@@ -30,6 +30,7 @@ from tahq.quant import CodecSpec
 from tahq.units import format_rate, format_size
 from tahq_launch.command_line import announce, check_writable, print_table
 from tahq_launch.start.launcher import ORDERLY, run_stages
+from tahq_launch.start.preflight import reachable_start, refuse
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest
 
 _MOST_CONNECTIONS = 32
@@ -52,6 +53,8 @@ def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) ->
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     try:
         with placed_errors(start.config_path, start.overrides):
+            start, faults = reachable_start(start)
+            refuse([fault for fault in faults if fault.check != "data"])  # which measurements do not read
             status, numbers, _ = measured(start, request, folder)
     except UserError:
         shutil.rmtree(folder)

@@ -28,18 +28,23 @@ def check_local(config: ClusterConfig) -> None:
     if isinstance(config.hosts, list):
         here |= {n for n, host in enumerate(config.hosts) if host.ssh is None and host.address.startswith(LOOPBACK)}
     for stage in sorted(here):
-        for error in check_stage(config, stage):
+        for error in check_stage(config, stage, reads_data=is_end(config, stage)):
             raise error
     if config.hosts == "namespaces" and config.links.congestion_control is not None:
         _check_congestion_control(config.links.congestion_control)
 
 
-def check_stage(config: ClusterConfig, stage: int) -> Iterator[UserError]:
+def is_end(config: ClusterConfig, stage: int) -> bool:
+    """Whether a stage reads data: the first and the last of a pipeline do."""
+    return stage % config.pipeline.stages in (0, config.pipeline.stages - 1)
+
+
+def check_stage(config: ClusterConfig, stage: int, *, reads_data: bool) -> Iterator[UserError]:
     """What a worker of this stage would miss on this machine: its device, the model's folder, the data."""
     if config.model.path is not None and not Path(config.model.path).expanduser().is_dir():
         yield ModelError(f"model.path: no such folder: {config.model.path} (relative to {Path.cwd()})")
     try:
-        if stage % config.pipeline.stages in (0, config.pipeline.stages - 1):
+        if reads_data:
             for key, suffix in _SUFFIXES.items():
                 named = getattr(config.data, key)
                 if named is not None:

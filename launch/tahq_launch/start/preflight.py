@@ -1,21 +1,19 @@
 """Before anything is started over ssh: all hosts at once, and all that is wrong with them in one table.
 
-Each host, this machine too if it is one, runs `tahq check-host` (`host_check`), looks for what its worker will need,
-listens where the worker will listen, and dials the coordinator and its neighbours. Hosts whose workers are started by
-hand are not asked.
+Each host runs `tahq check-host` (`host_check`), looks for what its worker will need, listens where the worker will
+listen, and dials the coordinator and its neighbours. `tahq doctor` asks for more, which takes longer. Hosts whose
+workers are started by hand are not asked.
 """
 
-import json
 import os
-import re
+import random
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 from rich.table import Table
@@ -25,168 +23,310 @@ from tahq.comm.config import MachineConfig
 from tahq.comm.zmq.addresses import LOOPBACK, advertised_address, format_address, parse_address, unless_taken
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json, load_config
-from tahq.config.stage_estimate import stage_estimate
+from tahq.config.stage_estimate import memory_savings, stage_estimate
 from tahq.errors import UserError
+from tahq.observe.figures import duration
+from tahq.units import format_rate, format_size
+from tahq.version import is_same_source
 from tahq.worker.assembly import resolved_spec
 from tahq.worker.links import is_local_address
 from tahq_launch.command_line import announce, rendered
-from tahq_launch.start.host_check import MARK
+from tahq_launch.start.host_check import ssh_words
+from tahq_launch.start.host_talk import HostTalk, install_command
+from tahq_launch.start.local_checks import is_end
+from tahq_launch.start.machine_checks import Finding, fault, warning
 from tahq_launch.start.prepared_run import StartRequest
 from tahq_launch.start.resolution import resolve_for_run
-from tahq_launch.start.worker_command import ssh_argv
 
 AT_ONCE: Final = 8
 """Connections at a time; sshd refuses some of more than ten that have not logged in yet."""
-TIMEOUT_S: Final = 90.0
-"""For one host, with the import of torch from a slow disk."""
+WRONG_CLOCK_S: Final = 60.0
+"""Clocks that differ more would mix up the order of logs and of checkpoints, and the age of measurements."""
+OFF_CLOCK_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What is wrong with a host, and what to do about it."""
-
-    host: str
-    what: str
-    remedy: str
-
-
-def reachable_start(start: StartRequest) -> tuple[StartRequest, tuple[Fault, ...]]:
-    """The start, with `run.bind` as the hosts reach this machine if it is open, and all that is wrong with the hosts.
+def reachable_start(start: StartRequest) -> tuple[StartRequest, tuple[Finding, ...]]:
+    """The start, with `run.bind` as the hosts reach this machine if it is open, and all faults of the hosts.
 
     Unchanged, with nothing found, if no worker is started over ssh.
     """
     given = load_config(start.config_path, start.all_overrides)
-    if isinstance(given.hosts, str) or all(host.ssh is None for host in given.hosts):
+    if not has_ssh(given):
         return start, ()
-    faults, bind = _Preflight(resolve_for_run(given), is_bind_open="bind" not in given.run.model_fields_set).run()
+    findings, bind = ask_hosts(given)
     found = start if bind is None else replace(start, overrides=(*start.overrides, f"run.bind={bind}"))
-    return found, tuple(faults)
+    if any(finding.check == "data" and finding.level == "warning" for finding in findings):
+        announce("the hosts keep their order, since some in the middle do not have the data")
+        found = replace(found, keeps_order=True)
+    return found, tuple(finding for finding in findings if finding.level == "fault")
 
 
-def refuse(faults: Sequence[Fault]) -> None:
+def has_ssh(config: ClusterConfig) -> bool:
+    """Whether any worker is started over ssh."""
+    return isinstance(config.hosts, list) and any(host.ssh is not None for host in config.hosts)
+
+
+def ask_hosts(given: ClusterConfig, *, is_deep: bool = False) -> tuple[list[Finding], str | None]:
+    """All that is found on the hosts that ssh reaches, by stage, and the address for `run.bind` (None: as it is).
+
+    UserError: a mistake in the configuration.
+    """
+    preflight = _Preflight(given, is_deep=is_deep)
+    bind = preflight.run()
+    return sorted(preflight.findings, key=lambda finding: finding.stage or 0), bind
+
+
+def refuse(faults: Sequence[Finding]) -> None:
     """Print a table of what is wrong, and raise UserError, if anything is."""
     if not faults:
         return
-    table = Table(title="Not ready", title_justify="left", show_lines=True)
-    for title in ("host", "what is wrong", "what to do"):
-        table.add_column(title, overflow="fold")
-    for fault in faults:
-        table.add_row(fault.host, fault.what, fault.remedy)
-    announce(rendered(table))
-    names = list(dict.fromkeys(fault.host for fault in faults))
+    announce(fault_table(faults, "Not ready"))
+    names = list(dict.fromkeys(each.host for each in faults))
     raise UserError(f"not ready: {', '.join(names)}; nothing was started")
 
 
+def fault_table(faults: Iterable[Finding], title: str) -> str:
+    """What is wrong, and what to do about it."""
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for column in ("host", "what is wrong", "what to do"):
+        table.add_column(column, overflow="fold")
+    for each in faults:
+        table.add_row(each.host, each.found, each.remedy)
+    return rendered(table)
+
+
 class _Preflight:
-    """The conversations with all hosts, and the faults found in them."""
+    """The conversations with all hosts, and what is found in them."""
 
-    def __init__(self, config: ClusterConfig, *, is_bind_open: bool) -> None:
-        assert isinstance(config.hosts, list), "only listed hosts can be asked"
-        self._config = config
-        self._is_bind_open = is_bind_open
-        self._hosts = dict(enumerate(config.hosts))
-        self._asked = {stage: host for stage, host in self._hosts.items() if host.is_started}
-        self._faults: list[tuple[int, Fault]] = []
+    def __init__(self, given: ClusterConfig, *, is_deep: bool) -> None:
+        assert isinstance(given.hosts, list), "only listed hosts can be asked"
+        self._given = self._config = given
+        self._is_deep = is_deep
+        self._hosts = dict(enumerate(given.hosts))
+        self._talks = {stage: HostTalk(host) for stage, host in self._hosts.items() if host.ssh is not None}
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self.findings: list[Finding] = []
 
-    def run(self) -> tuple[list[Fault], str | None]:
-        """All faults in the order of hosts, and the address for `run.bind`."""
-        spec = resolved_spec(self._config, None)
-        kept = self._config.run.keep_checkpoints + 1  # the next is written before the oldest is removed
-        with ExitStack() as stack, ThreadPoolExecutor(AT_ONCE) as pool:
-            talks = {stage: stack.enter_context(closing(_Talk(host))) for stage, host in self._asked.items()}
-
-            def ask(stages: Sequence[int]) -> Mapping[int, Mapping[str, Any] | None]:
-                text = config_json(self._config)
-
-                def first(stage: int) -> Mapping[str, Any] | None:
-                    nbytes = kept * stage_estimate(self._config, spec, stage, device="cpu").snapshot
-                    request = {"version": __version__, "config": text, "stage": stage, "checkpoint_nbytes": nbytes}
-                    return talks[stage].ask(request)
-
-                return dict(zip(stages, pool.map(first, stages), strict=True))
-
-            replies = dict(ask([stage for stage, host in self._asked.items() if not host.local]))
-            bind = self._bind({stage: reply for stage, reply in replies.items() if reply is not None})
-            if bind is not None:
-                self._config = _with_local_address(self._config, parse_address(bind, "run.bind")[0])
-            replies |= ask([stage for stage, host in self._asked.items() if host.local])
-            for stage, reply in replies.items():
-                if reply is None:
-                    self._add(stage, *ssh_fault(talks[stage].end(), self._asked[stage], stage))
-                for what, remedy in reply["faults"] if reply is not None else ():
-                    self._add(stage, what, remedy)
-            answered = {stage: reply for stage, reply in replies.items() if reply is not None}
+    def run(self) -> str | None:
+        """Ask everything; returns the address for `run.bind`."""
+        with ExitStack() as stack, self._pool:
+            for talk in self._talks.values():
+                stack.enter_context(closing(talk))
+            # the hosts import torch while this machine imports what the next request needs
+            versions = self._pool.map(lambda talk: talk.ask("version", __version__), self._talks.values())
+            self._config = resolve_for_run(self._given)
+            answered = dict(zip(self._talks, versions, strict=True))
+            seen = {stage: reply["seen_from"] for stage, reply in answered.items() if self._is_known(stage, reply)}
+            replies = self._checked_stages(list(seen))
+            bind = self._bind({stage: seen[stage] for stage in replies})
             targets = stack.enter_context(closing(_Targets(self._config, bind)))
-            dials = {stage: self._dials(stage, answered, targets.coordinator) for stage in answered}
-            second = pool.map(lambda stage: talks[stage].ask({"dial": dials[stage]}), dials)
-            failures = {stage: (reply or {}).get("unreachable", {}) for stage, reply in zip(dials, second, strict=True)}
-        self._note_unreachable(dials, failures, targets.trouble)
-        return [fault for _, fault in sorted(self._faults, key=lambda pair: pair[0])], bind
+            if targets.trouble:
+                self._add(None, fault("coordinator", targets.trouble, _TAKEN_BIND))
+            dialled = {stage: str(reply["dialled"]) for stage, reply in replies.items()}
+            ends = self._dial(dialled, targets.coordinator)
+            if self._is_deep:
+                self._compare_clocks(list(replies))
+                self._measure(ends, dialled)
+        return bind
 
-    def _add(self, stage: int, what: str, remedy: str) -> None:
-        name = "this machine" if self._hosts[stage].local else self._hosts[stage].address
-        self._faults.append((stage, Fault(f"{name} (stage {stage})", what, remedy)))
+    def _add(self, stage: int | None, finding: Finding) -> None:
+        host = "this machine" if stage is None else f"{self._hosts[stage].address} (stage {stage})"
+        self.findings.append(replace(finding, host=host, stage=stage))
 
-    def _bind(self, answered: Mapping[int, Mapping[str, Any]]) -> str | None:
+    def _ask(self, kind: str, requests: Mapping[int, Any]) -> dict[int, Mapping[str, Any]]:
+        """The replies of the hosts that gave one; a fault for each other."""
+        replies = self._pool.map(lambda stage: self._talks[stage].ask(kind, requests[stage]), requests)
+        answered = dict(zip(requests, replies, strict=True))
+        for stage in [stage for stage, reply in answered.items() if reply is None]:
+            self._add(stage, self._talks[stage].failure(stage))
+        return {stage: reply for stage, reply in answered.items() if reply is not None}
+
+    def _is_known(self, stage: int, reply: Mapping[str, Any] | None) -> bool:
+        """Whether a host runs this version of tahq, and can be asked more."""
+        if reply is None:
+            self._add(stage, self._talks[stage].failure(stage))
+            return False
+        version = reply.get("version")
+        if version is not None and is_same_source(version, __version__):
+            return True
+        found = f"tahq {version or 'of another version'} is installed there, {__version__} here"
+        self._add(stage, fault("tahq", found, install_command(self._hosts[stage]), wanted=__version__, fix="install"))
+        return False
+
+    def _checked_stages(self, stages: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        config, run = self._config, random.getrandbits(63)
+        spec = resolved_spec(config, None)
+        kept = config.run.keep_checkpoints + 1  # the next is written before the oldest is removed
+        may_reorder = self._given.pipeline.is_open and config.pipeline.replicas == 1 and len(self._talks) > 2
+        common = {"config": config_json(config), "run": run, "is_deep": self._is_deep, "any_is_end": may_reorder}
+        sizes = {stage: stage_estimate(config, spec, stage, device="cpu").snapshot for stage in stages}
+        replies = self._ask(
+            "stage", {n: {**common, "stage": n, "checkpoint_nbytes": kept * size} for n, size in sizes.items()}
+        )
+        for stage, reply in replies.items():
+            for values in reply["findings"]:
+                self._add(stage, self._judged(stage, Finding(**values)))
+            if reply["device"]:
+                self._add(stage, memory_finding(config, [stage], reply["device"], reply["free_nbytes"]))
+        return replies
+
+    def _judged(self, stage: int, finding: Finding) -> Finding:
+        """Data that is missing where the plan alone could put an end of the pipeline is no fault: the order stays."""
+        if finding.check == "data" and finding.level == "fault" and not is_end(self._config, stage):
+            return replace(finding, level="warning", wanted="only if the plan may reorder the hosts")
+        return finding
+
+    def _bind(self, seen: Mapping[int, str]) -> str | None:
         """Where the coordinator listens, by how the hosts see this machine; a fault where that is not one address."""
         run = self._config.run
-        seen = {stage: reply["seen_from"] for stage, reply in answered.items() if reply["seen_from"]}
-        others = {stage: address for stage, address in seen.items() if not address.startswith(LOOPBACK)}
-        if not self._is_bind_open or run.advertise is not None or not others:
+        others = {stage: address for stage, address in seen.items() if address and not address.startswith(LOOPBACK)}
+        if "bind" in self._given.run.model_fields_set or run.advertise is not None or not others:
             return None
         address = next(iter(others.values()))
         for stage, other in others.items():
             if other != address:
-                self._add(stage, f"sees this machine as {other}, another host as {address}", _SET_BIND)
+                what = f"sees this machine as {other}, another host as {address}"
+                self._add(stage, fault("coordinator", what, _SET_BIND))
                 return None
         if not is_local_address(address):
             stage = next(iter(others))
-            self._add(stage, f"sees this machine as {address}, which is its router's address", _BEHIND_NAT)
+            what = f"sees this machine as {address}, which is its router's address"
+            self._add(stage, fault("coordinator", what, _BEHIND_NAT))
             return None
         return unless_taken(format_address(address, run.base_port))
 
-    def _dials(self, stage: int, answered: Mapping[int, Mapping[str, Any]], coordinator: str) -> dict[str, str]:
-        """Name and address of all that a stage's worker may dial."""
-        stages = self._config.pipeline.stages
-        near = [other for other in (stage - 1, stage + 1) if other // stages == stage // stages]
-        dialled = {f"stage {other}": answered[other]["dialled"] for other in near if other in answered}
-        return {name: address for name, address in {"coordinator": coordinator, **dialled}.items() if address}
-
-    def _note_unreachable(
-        self, dials: Mapping[int, Mapping[str, str]], failures: Mapping[int, Mapping[str, str]], trouble: str
-    ) -> None:
-        """A link needs one end that can dial the other; the coordinator must be dialled."""
-        if trouble:
-            self._add(0, trouble, "end what listens there, or set run.bind or run.base_port to another port")
+    def _dial(self, dialled: Mapping[int, str], coordinator: str) -> list[tuple[int, int]]:
+        """Who can dial whom; returns the ends of each link that can be made, the one that dials first."""
+        links = [(ends.lower, ends.upper) for ends in self._config.grid.links()]
+        links = [pair for pair in dict.fromkeys(links) if pair[0] in dialled and pair[1] in dialled]
+        dials = {stage: {"coordinator": coordinator} if coordinator else {} for stage in dialled}
+        for stage, other in chain(links, ((upper, lower) for lower, upper in links)):
+            if dialled[other]:
+                dials[stage][f"stage {other}"] = dialled[other]
+        replies = self._ask("dial", dials)
+        failures = {stage: reply["unreachable"] for stage, reply in replies.items()}
         for stage, unreachable in failures.items():
-            for name, reason in unreachable.items():
-                address = dials[stage][name]
-                if name == "coordinator":
-                    self._add(stage, f"cannot dial the coordinator at {address}: {reason}", _OPEN_COORDINATOR)
-                    continue
-                other = int(name.removeprefix("stage "))
-                mine = f"stage {stage}"
-                if mine in dials.get(other, {}) and mine not in failures[other]:
-                    continue
-                if other > stage or mine not in dials.get(other, {}):
-                    self._add(
-                        stage, f"cannot dial {name} at {address}: {reason}, nor the other way round", _OPEN_WORKER
-                    )
+            if "coordinator" in unreachable:
+                what = f"cannot dial the coordinator at {coordinator}: {unreachable['coordinator']}"
+                self._add(
+                    stage,
+                    fault("coordinator", what, f"{_open_port(coordinator)} on this machine (run.bind, run.base_port)"),
+                )
+            elif coordinator:
+                self._add(stage, Finding(check="coordinator", found=f"dials {coordinator}"))
+        links = [pair for pair in links if pair[0] in failures and pair[1] in failures]
+        return [ends for pair in links if (ends := self._joined(pair, dialled, dials, failures)) is not None]
+
+    def _joined(
+        self,
+        pair: tuple[int, int],
+        dialled: Mapping[int, str],
+        dials: Mapping[int, Mapping[str, str]],
+        failures: Mapping[int, Mapping[str, str]],
+    ) -> tuple[int, int] | None:
+        """The end of a link that dials, and the other; None: it cannot. The upper end dials where the lower listens."""
+
+        def can_dial(stage: int, other: int) -> bool:
+            return f"stage {other}" in dials[stage] and f"stage {other}" not in failures[stage]
+
+        lower, upper = pair
+        near, far = (upper, lower) if dialled[lower] else (lower, upper)
+        works, works_back = can_dial(near, far), can_dial(far, near)
+        reason = failures[near].get(f"stage {far}", "")
+        if works:
+            back = "" if works_back else ", but not the other way round, which is not needed"
+            self._add(near, Finding(check="link", found=f"dials stage {far} at {dialled[far]}{back}"))
+            return near, far
+        if not dialled[far]:
+            what, remedy = f"neither it nor stage {far} can be dialled (hosts.N.advertise)", _OPEN_WORKER
+        elif works_back:
+            what = f"cannot dial stage {far} at {dialled[far]}: {reason}; only the other way round works"
+            remedy = f"set hosts.{far}.advertise: none, so that it dials, or {_open_port(dialled[far])} there"
+        else:
+            what = f"cannot dial stage {far} at {dialled[far]}: {reason}, nor the other way round"
+            remedy = f"{_open_port(dialled[far])} there, or {_OPEN_WORKER}"
+        self._add(near, fault("link", what, remedy))
+        return None
+
+    def _compare_clocks(self, stages: Sequence[int]) -> None:
+        before_s: dict[int, tuple[float, float]] = {}
+
+        def ask(stage: int) -> Mapping[str, Any] | None:
+            sent_s = time.time()
+            reply = self._talks[stage].ask("clock", None)
+            before_s[stage] = sent_s, time.time()
+            return reply
+
+        for stage, reply in zip(stages, self._pool.map(ask, stages), strict=True):
+            if reply is None:
+                self._add(stage, self._talks[stage].failure(stage))
+                continue
+            sent_s, back_s = before_s[stage]
+            self._add(
+                stage, _clock_finding(reply["now_s"] - (sent_s + back_s) / 2, (back_s - sent_s) / 2, self._hosts[stage])
+            )
+
+    def _measure(self, links: Sequence[tuple[int, int]], dialled: Mapping[int, str]) -> None:
+        """Rate and round trip of each link, at the same time only of links without a common machine."""
+        left = list(links)
+        while left:
+            busy, now = set[str](), list[tuple[int, int]]()
+            for pair in left:
+                machines = {self._hosts[stage].address for stage in pair}
+                if busy.isdisjoint(machines):
+                    busy |= machines
+                    now.append(pair)
+            left = [pair for pair in left if pair not in now]
+            replies = self._ask("measure", {near: (far, dialled[far]) for near, far in now})
+            for near, far in now:
+                if near in replies:
+                    self._add(near, _path_finding(far, replies[near]))
 
 
-def _with_local_address(config: ClusterConfig, address: str) -> ClusterConfig:
-    """The configuration with the address at which the others see this machine, where an entry leaves it open."""
-    assert isinstance(config.hosts, list), "only listed hosts have addresses"
-    hosts = [
-        host.model_copy(update={"address": address}) if host.local and "address" not in host.model_fields_set else host
-        for host in config.hosts
-    ]
-    return config.model_copy(update={"hosts": hosts})
+def memory_finding(config: ClusterConfig, stages: Sequence[int], device: str, free_nbytes: int) -> Finding:
+    """Free memory of a device, cpu or cuda, against the estimate of --dry-run for the stages on it.
+
+    On a CPU what is offloaded is in the same memory.
+    """
+    spec, needed = resolved_spec(config, None), 0
+    for stage in stages:
+        memory = stage_estimate(config, spec, stage, device=device)
+        needed += memory.total + (device == "cpu") * memory.host_total
+    found, wanted = f"{format_size(free_nbytes)} free on {device}", f"{format_size(needed)} (--dry-run)"
+    if not free_nbytes or needed <= free_nbytes:
+        return Finding(check="memory", found=found, wanted=wanted)
+    savings = memory_savings(config, spec, stages[0], device=device)
+    remedy = f"set {savings[0][0]}" if savings else "add a host"
+    found = f"the estimate is {format_size(needed)} of {device} memory, {format_size(free_nbytes)} are free"
+    return fault("memory", found, f"ps aux --sort=-rss | head, and end what is not needed; or {remedy}", wanted=wanted)
+
+
+def _clock_finding(off_s: float, uncertain_s: float, host: MachineConfig) -> Finding:
+    size_s = abs(off_s) - uncertain_s
+    wanted = f"within {OFF_CLOCK_S:g} s of this machine"
+    if size_s <= OFF_CLOCK_S:
+        return Finding(check="clock difference", found=f"{off_s:+.3f} s, ± {uncertain_s:.3f} s", wanted=wanted)
+    what = f"the clock is {duration(round(size_s))} {'ahead' if off_s > 0 else 'behind'}"
+    remedy = f"{ssh_words(host)} sudo timedatectl set-ntp true"
+    return (fault if size_s > WRONG_CLOCK_S else warning)("clock difference", what, remedy, wanted=wanted)
+
+
+def _path_finding(far: int, reply: Mapping[str, Any]) -> Finding:
+    if "failure" in reply:
+        what = f"no stream to stage {far} gets through: {reply['failure']}"
+        return fault("rate", what, "ping -M do -s 1372 there: if that fails, lower the MTU (ip link set DEV mtu 1280)")
+    sent, received = format_rate(reply["sent"]), format_rate(reply["received"])
+    trip = f"{1000 * reply['round_trip_s']:.3g} ms"
+    return Finding(check="rate", found=f"{sent} to stage {far}, {received} back, round trip {trip}")
+
+
+def _open_port(address: str) -> str:
+    return f"sudo ufw allow {address.rpartition(':')[2]}/tcp"
 
 
 _SET_BIND: Final = "set run.bind to 0.0.0.0:PORT, and run.advertise to an address that all reach"
 _BEHIND_NAT: Final = "forward a port to this machine and set run.bind and run.advertise to it, or join all by a VPN"
-_OPEN_COORDINATOR: Final = "open this port in this machine's firewall (run.bind, run.base_port)"
+_TAKEN_BIND: Final = "end what listens there (ss -ltnp), or set run.bind or run.base_port to another port"
 _OPEN_WORKER: Final = "open this port in its firewall, or the other's port there (hosts.N.bind, run.base_port)"
 
 
@@ -208,85 +348,3 @@ class _Targets:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-
-
-class _Talk:
-    """A conversation with `tahq check-host` on one host; `close` ends it."""
-
-    def __init__(self, host: MachineConfig) -> None:
-        self._env = dict(os.environ)
-        self._argv: Sequence[str] = ssh_argv(host, ["check-host"])
-        if host.local:
-            self._env.pop("SSH_CONNECTION", None)  # the caller is this machine, even if its user sits elsewhere
-            self._argv = (sys.executable, "-m", "tahq_launch.cli", "check-host")
-        self._process: subprocess.Popen[str] | None = None
-        self._timer: threading.Timer | None = None
-        self._said: list[str] = []
-
-    def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The reply; None if the host cannot be asked, or ended or hung before it replied."""
-        if self._process is None:
-            pipe = subprocess.PIPE
-            try:
-                self._process = subprocess.Popen(
-                    self._argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=self._env
-                )
-            except OSError as error:
-                raise UserError(f"cannot start ssh: {error.strerror}") from error
-            self._timer = threading.Timer(TIMEOUT_S, self._process.kill)
-            self._timer.start()
-        assert self._process.stdin is not None, "a pipe was asked for"
-        assert self._process.stdout is not None, "a pipe was asked for"
-        with suppress(BrokenPipeError):  # its output says why
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                reply: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
-                return reply
-            self._said.append(line.strip())
-        return None
-
-    def end(self) -> tuple[int, Sequence[str]]:
-        """Exit status and all lines that were no reply, once the process has ended."""
-        assert self._process is not None, "only asked after a failed request"
-        return self._process.wait(), [line for line in self._said if line]
-
-    def close(self) -> None:
-        if self._timer is not None and self._process is not None:
-            self._timer.cancel()
-            self._process.kill()
-            self._process.communicate()
-
-
-def ssh_fault(end: tuple[int, Sequence[str]], host: MachineConfig, stage: int) -> tuple[str, str]:
-    """What is wrong if `tahq check-host` ended with this status and these lines, and what to do."""
-    status, lines = end
-    if any(re.search("No module named '?tahq", line) for line in lines):
-        wheel = f"tahq-{__version__}-py3-none-any.whl"
-        install = f"ssh {host.ssh} {host.python} -m pip install {wheel}, or correct hosts.{stage}.python"
-        return f"tahq is not installed for {host.python}", install
-    for pattern, remedy in _remedies(host, stage):
-        line = next((line for line in reversed(lines) if re.search(pattern, line)), "")
-        if line:
-            return line if status != 255 or line.startswith("ssh: ") else f"ssh: {line}", remedy
-    if status < 0:
-        return f"no answer in {TIMEOUT_S:.0f} s", f"try: ssh {host.ssh} true"
-    last = lines[-1] if lines else "nothing was printed"
-    return f"status {status}: {last}", f"try: ssh {host.ssh} {host.python} -m tahq_launch.cli --version"
-
-
-def _remedies(host: MachineConfig, stage: int) -> Iterator[tuple[str, str]]:
-    """What ssh, the shell and Python print there, and what to do about it."""
-    key = f"hosts.{stage}"
-    yield (
-        "Permission denied \\(|Too many authentication",
-        f"ssh-copy-id {host.ssh}, or correct {key}.ssh, the user in it",
-    )
-    yield "Host key verification failed", f"ssh {host.ssh} once by hand, and accept its key"
-    yield "Could not resolve", f"correct the name in {key}.ssh, or use the IP address"
-    yield "Connection refused", f'start sshd there, or give its port: {key}.ssh_options: ["-p", "2222"]'
-    yield "timed out|No route to host|unreachable", "switch it on, or open port 22 in its firewall"
-    yield "No module named", f"install tahq there with its requirements, or correct {key}.python"
-    yield "cd: ", f"ssh {host.ssh} mkdir -p {host.workdir}, or correct {key}.workdir"
-    yield "not found|No such file", f"install Python there, or correct {key}.python"

@@ -51,7 +51,7 @@ class StartRequest:
 
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
     `watch` is given the steps of each search for a schedule. `joins_again`: workers that were started by hand have
-    measured, and join by themselves. `dashboard`: a page shows the run.
+    measured, and join by themselves. `dashboard`: a page shows the run. `keeps_order`: no plan may reorder the hosts.
     """
 
     config_path: Path
@@ -65,6 +65,7 @@ class StartRequest:
     watch: Callable[[Sequence[StepRecord]], None] | None = None
     joins_again: bool = False
     dashboard: bool = False
+    keeps_order: bool = False
 
     @property
     def all_overrides(self) -> tuple[str, ...]:

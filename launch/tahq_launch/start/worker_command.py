@@ -101,6 +101,11 @@ def ssh_argv(
     folder = (host.workdir or "").removeprefix("~/")  # ssh starts in the login folder
     if folder:
         script = f"cd {shlex.quote(folder)} && {script}"
+    return ssh_script(host, script)
+
+
+def ssh_script(host: MachineConfig, script: str) -> tuple[str, ...]:
+    """ssh with its arguments for a script of the login shell on a host, in the login folder."""
     # ssh takes the first value of an option, so the user's go first.
     return ("ssh", *host.ssh_options, *_SSH_OPTIONS, "--", str(host.ssh), script)
 
