@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from tahq_launch.doctor.fix import Fixer
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.start.host_check import stage_checks
 from tahq_launch.start.local_checks import check_reachable
-from tahq_launch.start.machine_checks import Finding, fault, key_file, machine_checks, room, warning
+from tahq_launch.start.machine_checks import ANYWHERE, Finding, fault, key_file, machine_checks, room, warning
 from tahq_launch.start.preflight import ask_hosts, fault_table, has_ssh, memory_finding
 from tahq_launch.start.resolution import resolve_for_run
 
@@ -91,7 +93,7 @@ def _findings(config_path: Path | None, overrides: Sequence[str]) -> list[Findin
 def _of_this_machine(given: ClusterConfig) -> Iterator[Finding]:
     """The machine that coordinates, and the stages that run on it."""
     config = resolve_for_run(given)
-    yield from machine_checks(config.run.device if isinstance(config.hosts, str) else "cpu")
+    yield from machine_checks(config.run.device if isinstance(config.hosts, str) else "cpu", _first_host(config))
     if has_ssh(given):
         yield _ssh(is_needed=True)
     yield from _keys(config)
@@ -107,6 +109,15 @@ def _of_this_machine(given: ClusterConfig) -> Iterator[Finding]:
                 what, remedy = "started by hand, so it was not asked", "tahq doctor, on that host"
                 label = f"{host.address} (stage {stage})"
                 yield replace(warning("ssh", what, remedy), host=label, stage=stage)
+
+
+def _first_host(config: ClusterConfig) -> str:
+    """The IP address of a host on another machine, as this machine knows it; without one, any."""
+    hosts = [] if isinstance(config.hosts, str) else config.hosts
+    for host in hosts:
+        with suppress(OSError):  # its name is unknown here; ssh says so, too
+            return str(socket.getaddrinfo(host.address, None)[0][4][0])
+    return ANYWHERE
 
 
 def _local_stages(config: ClusterConfig) -> Iterator[Finding]:

@@ -111,7 +111,8 @@ class _HostCheck:
             server = MeterServer(self._run, self._stage, bind, host.advertise or format_address(host.address, 0))
         except UserError as error:
             remedy = f"end what listens there (ss -ltnp), or set hosts.{self._stage}.bind to another port"
-            findings.append(fault("port", str(error).removeprefix("bind: "), remedy))
+            what = str(error).removeprefix("bind: ").partition(" (while")[0]  # which Python appends
+            findings.append(fault("port", what, remedy))
             return ""
         self._stack.callback(server.close)
         findings.append(Finding(check="port", found=f"listens on {bind}, dialled as {server.address or 'nothing'}"))

@@ -193,7 +193,7 @@ def network_card(towards: str) -> Finding:
     except FileNotFoundError:
         return Finding(check="network card", found="unknown: there is no program ip")
     except (subprocess.SubprocessError, ValueError, IndexError):
-        return warning("network card", f"no route to {towards}", "ip route; ip address", wanted="a route")
+        return Finding(check="network card", found=f"no route to {'the internet' if towards == ANYWHERE else towards}")
     name, address = route["dev"], route.get("prefsrc", "no address")
     speed, duplex = _of_card(name, "speed"), _of_card(name, "duplex")
     known = f"{speed} Mbit/s, {duplex} duplex" if speed.isdecimal() else "speed unknown"

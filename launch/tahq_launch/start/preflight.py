@@ -109,9 +109,10 @@ class _Preflight:
 
     def run(self) -> str | None:
         """Ask everything; returns the address for `run.bind`."""
-        with ExitStack() as stack, self._pool:
+        with self._pool, ExitStack() as stack:
             for talk in self._talks.values():
                 stack.enter_context(closing(talk))
+            stack.callback(self._pool.shutdown, wait=False, cancel_futures=True)  # after an error, ask no more
             # the hosts import torch while this machine imports what the next request needs
             versions = self._pool.map(lambda talk: talk.ask("version", __version__), self._talks.values())
             self._config = resolve_for_run(self._given)
@@ -238,13 +239,13 @@ class _Preflight:
             self._add(near, Finding(check="link", found=f"dials stage {far} at {dialled[far]}{back}"))
             return near, far
         if not dialled[far]:
-            what, remedy = f"neither it nor stage {far} can be dialled (hosts.N.advertise)", _OPEN_WORKER
+            what, remedy = f"neither it nor stage {far} can be dialled", "set hosts.N.advertise of one to an open port"
         elif works_back:
             what = f"cannot dial stage {far} at {dialled[far]}: {reason}; only the other way round works"
             remedy = f"set hosts.{far}.advertise: none, so that it dials, or {_open_port(dialled[far])} there"
         else:
             what = f"cannot dial stage {far} at {dialled[far]}: {reason}, nor the other way round"
-            remedy = f"{_open_port(dialled[far])} there, or {_OPEN_WORKER}"
+            remedy = f"{_open_port(dialled[far])} there, or forward a port to it (hosts.{far}.advertise)"
         self._add(near, fault("link", what, remedy))
         return None
 
@@ -327,7 +328,6 @@ def _open_port(address: str) -> str:
 _SET_BIND: Final = "set run.bind to 0.0.0.0:PORT, and run.advertise to an address that all reach"
 _BEHIND_NAT: Final = "forward a port to this machine and set run.bind and run.advertise to it, or join all by a VPN"
 _TAKEN_BIND: Final = "end what listens there (ss -ltnp), or set run.bind or run.base_port to another port"
-_OPEN_WORKER: Final = "open this port in its firewall, or the other's port there (hosts.N.bind, run.base_port)"
 
 
 class _Targets:
