@@ -1,6 +1,9 @@
 """tahq's commands, inside this process or started in a folder with a small cluster.yaml."""
 
 import logging
+import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,44 @@ PROGRAMS = {
 }
 TWO_STAGES = tiny(pipeline={"stages": 2}, training={"steps": 2}, model={"num_layers": 2, "hidden_size": 32})
 ENDLESS = tiny(pipeline={"stages": 2}, training={"steps": 1_000_000}, model={"num_layers": 2, "hidden_size": 32})
+
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+PRIVILEGE_SEPARATION = Path("/run/sshd")
+needs_sshd = pytest.mark.skipif(
+    SSHD is None or shutil.which("ssh") is None, reason="no OpenSSH: apt-get install openssh-server openssh-client"
+)
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    """ssh arguments that reach a temporary sshd with temporary keys."""
+    folder = tmp_path_factory.mktemp("sshd")
+    for name in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    if os.geteuid() == 0:
+        PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (folder / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host_key\nPidFile none\n"
+        f"AuthorizedKeysFile {folder}/user_key.pub\nStrictModes no\nUsePAM no\n"
+        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+    )
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=log)
+
+    def accepts() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_until(accepts, 20, f"sshd listens: {(folder / 'log').read_text()}")
+        known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder}/known_hosts"]
+        yield ["-p", str(port), "-i", str(folder / "user_key"), "-F", "none", "-o", "LogLevel=ERROR", *known]
+    finally:
+        server.terminate()
+        server.wait(20)
 
 
 @pytest.fixture

@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
-from support.runs import environment, tiny
+from support.runs import environment, finish, start, tiny, write_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -19,8 +21,10 @@ import tahq
 import tahq_launch
 import tahq_netem
 from tahq import __version__
+from tahq_launch.doctor.fix import built_wheel, packed_again
 
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+from .conftest import SSHD, assert_one_line, needs_sshd
+
 CODE = list(dict.fromkeys(str(Path(each.__file__).parents[1]) for each in (tahq, tahq_launch, tahq_netem)))
 THIS_MACHINE = "10.9.0.254"
 NUM_HOSTS = 20
@@ -243,3 +247,86 @@ def test_nothing_else_is_called_a_fault_and_what_works_is_shown(found):
     (rate,) = (each["found"] for each in found if (each["stage"], each["check"]) == (1, "rate"))
     assert "bit/s to stage 0, " in rate
     assert "round trip" in rate
+
+
+def borrowed(folder: Path) -> Path:
+    """A folder with all that tahq requires, and not tahq."""
+    folder.mkdir()
+    for each in Path(sysconfig.get_path("purelib")).iterdir():
+        if not each.name.startswith(("tahq", "_", "__editable__")):
+            (folder / each.name).symlink_to(each)
+    return folder
+
+
+@pytest.fixture
+def empty_host(sshd, tmp_path) -> dict:
+    """A host with an account and Python, where pip finds what tahq requires without a network."""
+    there = tmp_path / "there"
+    there.mkdir()
+    env = {
+        "PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin",
+        "PYTHONPATH": str(borrowed(tmp_path / "borrowed")),
+        "PIP_NO_INDEX": "1",
+        "XDG_CONFIG_HOME": f"{there}/config",
+    }
+    places = {"python": f"{there}/venv/bin/python", "workdir": f"{there}/work", "bind": "127.0.0.1:0"}
+    return {"address": "127.0.0.1", "ssh": f"{getpass.getuser()}@127.0.0.1", "ssh_options": sshd, "env": env, **places}
+
+
+@needs_sshd
+@pytest.mark.ci
+def test_fix_makes_an_empty_host_ready(empty_host, tmp_path):
+    make_model(tmp_path / "model", 2)
+    (tmp_path / "text.txt").write_text("a b " * 10_000)
+    config = tiny(data={"text": "text.txt"}, pipeline={"stages": 1}, training={"lr": 1e-5})
+    write_config(tmp_path, {**config, "model": {"path": "model"}, "hosts": [empty_host]})
+    public = finish(tmp_path, "tahq", "keygen", "--out", "key.secret").stdout
+    own = {"XDG_CONFIG_HOME": f"{tmp_path}/config"}
+    (tmp_path / "config" / "tahq").mkdir(parents=True)
+    (tmp_path / "key.secret").rename(tmp_path / "config" / "tahq" / "key.secret")
+    process = start(tmp_path, "tahq", "doctor", "cluster.yaml", "--fix", "--copy", extra=own)
+    stdout, stderr = process.communicate(250)
+    assert (process.returncode, stderr) == (0, ""), stdout
+    there = tmp_path / "there"
+    for line in (
+        f"127.0.0.1 (stage 0): creating {there}/work",
+        f"making a wheel of tahq {__version__} from {CODE[0]}",
+        f"127.0.0.1 (stage 0): installed in {there}/venv",
+        f"127.0.0.1 (stage 0): copying model to {there}/work",
+        f"127.0.0.1 (stage 0): copying text.txt to {there}/work",
+        "0 faults, 0 warnings",
+    ):
+        assert line in stdout
+    assert (there / "work" / "model" / "config.json").read_bytes() == (tmp_path / "model" / "config.json").read_bytes()
+    key = there / "config" / "tahq" / "key.secret"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert finish(tmp_path, "tahq", "keygen", "--show", "--out", str(key)).stdout == public
+
+
+@pytest.mark.ci
+def test_wheel_of_an_installation_is_the_wheel_that_was_installed(tmp_path):
+    for name in ("built", "installed", "again"):
+        (tmp_path / name).mkdir()
+    wheel = built_wheel(Path(CODE[0]), tmp_path / "built")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*install, tmp_path / "installed", wheel], check=True)
+    (information,) = (tmp_path / "installed").glob("tahq-*.dist-info")
+    again = packed_again(information, tmp_path / "again")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert again.name == wheel.name
+        assert sorted(one.namelist()) == sorted(other.namelist())
+        names = [name for name in one.namelist() if not name.endswith("RECORD")]
+        assert all(one.read(name) == other.read(name) for name in names)
+    subprocess.run([*install, tmp_path / "anew", again], check=True)
+
+
+def test_this_machine_alone_is_checked_without_a_file(tahq, tmp_path):
+    status, stdout, _ = tahq("tahq", "doctor", "--json")
+    found = {each["check"]: each for each in json.loads(stdout)["findings"]}
+    assert {"Python", "tahq", "GPU", "clock", "open files", "network card", "disk", "memory", "ssh"} <= found.keys()
+    assert status == (2 if any(each["level"] == "fault" for each in found.values()) else 0)
+    assert found["Python"]["found"].endswith(sys.executable)
+
+
+def test_copying_without_fixing_is_refused(tahq):
+    assert_one_line(tahq("tahq", "doctor", "--copy"), 2, "--copy", "goes with --fix")

@@ -4,7 +4,6 @@ import getpass
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import children, command_line, is_alive, wait_until
+from support.processes import children, command_line, is_alive
 from support.runs import tiny, write_config
 
 import tahq
@@ -23,17 +22,11 @@ from tahq.comm.keys import new_key_pair
 from tahq_launch.start.run_keys import PLAIN, RunKeys, WorkerSecret
 from tahq_launch.start.worker_command import ssh_command
 
-from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
+from .conftest import ENDLESS, SSHD, TWO_STAGES, needs_sshd, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.ci
 
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
-PRIVILEGE_SEPARATION = Path("/run/sshd")
 PEER = "192.0.2.1:5555"
-
-needs_sshd = pytest.mark.skipif(
-    SSHD is None or shutil.which("ssh") is None, reason="no OpenSSH: apt-get install openssh-server openssh-client"
-)
 
 
 def remote_command(stage: int, secret: WorkerSecret = PLAIN, threads: int | None = None, **host):
@@ -66,37 +59,6 @@ def test_key_of_a_remote_worker_is_sent_over_stdin_only():
     assert script[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
     assert command.first_input == f"{own.secret} {coordinator.public}\n".encode()
     assert own.secret not in f"{command.argv} {command.env} {command!r} {secret!r} {own!r}"
-
-
-@pytest.fixture(scope="module")
-def sshd(tmp_path_factory):
-    """ssh arguments that reach a temporary sshd with temporary keys."""
-    folder = tmp_path_factory.mktemp("sshd")
-    for name in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    if os.geteuid() == 0:
-        PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    (folder / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host_key\nPidFile none\n"
-        f"AuthorizedKeysFile {folder}/user_key.pub\nStrictModes no\nUsePAM no\n"
-        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-    )
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=log)
-
-    def accepts() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        wait_until(accepts, 20, f"sshd listens: {(folder / 'log').read_text()}")
-        known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder}/known_hosts"]
-        yield ["-p", str(port), "-i", str(folder / "user_key"), "-F", "none", "-o", "LogLevel=ERROR", *known]
-    finally:
-        server.terminate()
-        server.wait(20)
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ class Fixer:
         if not (made := list(self._folder.glob("*.whl"))):
             self._say(f"making a wheel of tahq {tahq.__version__} from {source}")
             installed = next(source.glob("tahq-*.dist-info"), None)
-            made = [_built(source, self._folder) if installed is None else _packed_again(installed, self._folder)]
+            made = [built_wheel(source, self._folder) if installed is None else packed_again(installed, self._folder)]
         return made[0]
 
     def _make_folder(self, finding: Finding) -> None:
@@ -174,7 +174,7 @@ class Fixer:
             raise UserError(f"cannot copy: {(said or done.stderr).decode(errors='replace').strip()}")
 
 
-def _built(source: Path, folder: Path) -> Path:
+def built_wheel(source: Path, folder: Path) -> Path:
     """A wheel of a checkout, its uncommitted files included."""
     has_backend = all(map(find_spec, ("hatchling", "hatch_vcs")))  # else pip fetches it
     options = ["--no-build-isolation"] if has_backend else []
@@ -185,7 +185,7 @@ def _built(source: Path, folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def _packed_again(installed: Path, folder: Path) -> Path:
+def packed_again(installed: Path, folder: Path) -> Path:
     """The wheel that an installation came from: its files without those that pip added."""
     wheel = folder / f"{installed.name.removesuffix('.dist-info')}-py3-none-any.whl"
     record = f"{installed.name}/RECORD"
