@@ -33,7 +33,7 @@ def launch(tahq, tmp_path):
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        ((), "launch worker coordinator keygen measure plan export trace probe"),
+        ((), "launch worker coordinator keygen measure plan export trace probe doctor"),
         (("codec",), "list inspect compare"),
     ],
 )

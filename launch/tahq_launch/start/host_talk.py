@@ -16,7 +16,7 @@ from tahq_launch.start.machine_checks import Finding, fault
 from tahq_launch.start.worker_command import ssh_argv
 
 TIMEOUT_S: Final = 90.0
-"""For one host, with the import of torch from a slow disk."""
+"""For one reply, with the import of torch from a slow disk."""
 
 
 class HostTalk:
@@ -25,34 +25,38 @@ class HostTalk:
     def __init__(self, host: MachineConfig) -> None:
         self._host = host
         self._process: subprocess.Popen[str] | None = None
-        self._timer: threading.Timer | None = None
         self._said: list[str] = []
 
     def ask(self, kind: str, request: Any) -> Mapping[str, Any] | None:
         """The reply; None if the host cannot be asked, or ended or hung before it replied."""
         process = self._process = self._process or self._begun()
+        timer = threading.Timer(TIMEOUT_S, process.kill)
+        timer.start()
+        try:
+            return self._reply(process, json.dumps({kind: request}) + "\n")
+        finally:
+            timer.cancel()
+
+    def _reply(self, process: "subprocess.Popen[str]", line: str) -> Mapping[str, Any] | None:
         assert process.stdin is not None, "a pipe was asked for"
         assert process.stdout is not None, "a pipe was asked for"
         with suppress(BrokenPipeError):  # its output says why
-            process.stdin.write(json.dumps({kind: request}) + "\n")
+            process.stdin.write(line)
             process.stdin.flush()
-        for line in process.stdout:
-            if line.startswith(MARK):
-                reply: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
+        for said in process.stdout:
+            if said.startswith(MARK):
+                reply: Mapping[str, Any] = json.loads(said.removeprefix(MARK))
                 return reply
-            self._said.append(line.strip())
+            self._said.append(said.strip())
         return None
 
     def _begun(self) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE
         argv = ssh_argv(self._host, ["check-host"])
         try:
-            process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+            return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         except OSError as error:
             raise UserError(f"cannot start ssh: {error.strerror}") from error
-        self._timer = threading.Timer(TIMEOUT_S, process.kill)
-        self._timer.start()
-        return process
 
     def failure(self, stage: int) -> Finding:
         """Why the last request got no reply."""
@@ -61,8 +65,7 @@ class HostTalk:
 
     def close(self) -> None:
         """End it."""
-        if self._timer is not None and self._process is not None:
-            self._timer.cancel()
+        if self._process is not None:
             self._process.kill()
             self._process.communicate()
 

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -243,7 +244,7 @@ def key_file(path: Path, *, is_needed: bool) -> Finding:
     if not path.exists():
         remedy = f"tahq keygen --out {path}"
     elif path.stat().st_mode & 0o077:
-        remedy, fix = f"chmod 600 {path}", "chmod"
+        remedy, fix = f"chmod 600 {shlex.quote(str(path))}", "chmod"
     else:
         remedy = f"mv {path} {path}.old && tahq keygen --out {path}"
     return (fault if is_needed else warning)("key", what, remedy, wanted="mode 600, one secret key", fix=fix)
