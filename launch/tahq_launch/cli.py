@@ -379,7 +379,21 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
 
 def tahq_app() -> typer.Typer:
     """The program `tahq` with its commands."""
-    commands = (launch, worker, coordinator, keygen, measure, plan, export, generate, trace, probe, dashboard, init, doctor)
+    commands = (
+        launch,
+        worker,
+        coordinator,
+        keygen,
+        measure,
+        plan,
+        export,
+        generate,
+        trace,
+        probe,
+        dashboard,
+        init,
+        doctor,
+    )
     app = _group(_tahq, **{command.__name__: command for command in commands})
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")

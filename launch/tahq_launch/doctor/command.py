@@ -14,6 +14,7 @@ import torch
 from rich.table import Table
 
 from tahq import __version__
+from tahq.comm.config import MachineConfig
 from tahq.comm.keys import default_key_path
 from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
@@ -105,7 +106,7 @@ def _of_this_machine(given: ClusterConfig) -> Iterator[Finding]:
             yield fault("coordinator", str(error), "set run.bind as it says")
     if isinstance(config.hosts, list):
         for stage, host in enumerate(config.hosts):
-            if host.ssh is None and not host.address.startswith(LOOPBACK):
+            if not host.is_started and not host.address.startswith(LOOPBACK):
                 what, remedy = "started by hand, so it was not asked", "tahq doctor, on that host"
                 label = f"{host.address} (stage {stage})"
                 yield replace(warning("ssh", what, remedy), host=label, stage=stage)
@@ -126,7 +127,7 @@ def _local_stages(config: ClusterConfig) -> Iterator[Finding]:
     here = [
         stage
         for stage in range(config.pipeline.num_workers)
-        if isinstance(hosts, str) or (hosts[stage].ssh is None and hosts[stage].address.startswith(LOOPBACK))
+        if isinstance(hosts, str) or _is_here(hosts[stage], was_asked=has_ssh(config))
     ]
     if not here:
         return
@@ -141,6 +142,11 @@ def _local_stages(config: ClusterConfig) -> Iterator[Finding]:
         on_devices[stage_device(config, stage)].append(stage)
     for device, stages in on_devices.items():
         yield memory_finding(config, stages, device.type, free_bytes(device))
+
+
+def _is_here(host: MachineConfig, *, was_asked: bool) -> bool:
+    """Whether a stage is on this machine, and was not asked with the hosts that ssh reaches."""
+    return not was_asked if host.local else host.ssh is None and host.address.startswith(LOOPBACK)
 
 
 def _keys(config: ClusterConfig) -> Iterator[Finding]:

@@ -82,7 +82,7 @@ class Fixer:
 
     def fix(self, findings: Sequence[Finding]) -> bool:
         """Repair what can be repaired and was not tried before; whether anything was."""
-        todo = [each for each in findings if each.fix in self._fixes and (each.stage, each.fix) not in self._done]
+        todo = [each for each in findings if self._is_reached(each) and (each.stage, each.fix) not in self._done]
         self._done.update((each.stage, each.fix) for each in todo)
         with tempfile.TemporaryDirectory(prefix="tahq-doctor-") as folder:
             self._folder = Path(folder)
@@ -92,6 +92,11 @@ class Fixer:
                 except UserError as error:
                     self._say(f"{each.host}: {error}")
         return bool(todo)
+
+    def _is_reached(self, finding: Finding) -> bool:
+        """Whether it can be repaired from here: on this machine, or over ssh."""
+        on_host = finding.stage is not None and self._host(finding).ssh is None
+        return finding.fix in self._fixes and not on_host
 
     def _host(self, finding: Finding) -> MachineConfig:
         assert self._config is not None, "only hosts of a cluster.yaml have stages"

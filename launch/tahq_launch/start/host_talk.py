@@ -1,8 +1,10 @@
-"""A conversation with `tahq check-host` on one host, over ssh; and what is wrong if it fails."""
+"""A conversation with `tahq check-host` on one host, over ssh unless it is this machine; and what is wrong if it fails."""
 
 import json
+import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -52,9 +54,14 @@ class HostTalk:
 
     def _begun(self) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE
-        argv = ssh_argv(self._host, ["check-host"])
+        env = dict(os.environ)
+        if self._host.local:
+            env.pop("SSH_CONNECTION", None)  # the caller is this machine, even if its user sits elsewhere
+            argv: tuple[str, ...] = (sys.executable, "-m", "tahq_launch.cli", "check-host")
+        else:
+            argv = ssh_argv(self._host, ["check-host"])
         try:
-            return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+            return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env)
         except OSError as error:
             raise UserError(f"cannot start ssh: {error.strerror}") from error
 

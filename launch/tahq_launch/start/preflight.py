@@ -1,6 +1,6 @@
 """Before anything is started over ssh: all hosts at once, and all that is wrong with them in one table.
 
-Each host runs `tahq check-host` (`host_check`), looks for what its worker will need, listens where the worker will
+Each host, this machine too if it is one, runs `tahq check-host` (`host_check`), looks for what its worker will need, listens where the worker will
 listen, and dials the coordinator and its neighbours. `tahq doctor` asks for more, which takes longer. Hosts whose
 workers are started by hand are not asked.
 """
@@ -103,7 +103,7 @@ class _Preflight:
         self._given = self._config = given
         self._is_deep = is_deep
         self._hosts = dict(enumerate(given.hosts))
-        self._talks = {stage: HostTalk(host) for stage, host in self._hosts.items() if host.ssh is not None}
+        self._talks = {stage: HostTalk(host) for stage, host in self._hosts.items() if host.is_started}
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self.findings: list[Finding] = []
 
@@ -118,8 +118,10 @@ class _Preflight:
             self._config = resolve_for_run(self._given)
             answered = dict(zip(self._talks, versions, strict=True))
             seen = {stage: reply["seen_from"] for stage, reply in answered.items() if self._is_known(stage, reply)}
+            bind = self._bind({stage: address for stage, address in seen.items() if not self._hosts[stage].local})
+            if bind is not None:
+                self._config = _with_local_address(self._config, parse_address(bind, "run.bind")[0])
             replies = self._checked_stages(list(seen))
-            bind = self._bind({stage: seen[stage] for stage in replies})
             targets = stack.enter_context(closing(_Targets(self._config, bind)))
             if targets.trouble:
                 self._add(None, fault("coordinator", targets.trouble, _TAKEN_BIND))
@@ -131,7 +133,9 @@ class _Preflight:
         return bind
 
     def _add(self, stage: int | None, finding: Finding) -> None:
-        host = "this machine" if stage is None else f"{self._hosts[stage].address} (stage {stage})"
+        host = "this machine"
+        if stage is not None:
+            host = f"{host if self._hosts[stage].local else self._hosts[stage].address} (stage {stage})"
         self.findings.append(replace(finding, host=host, stage=stage))
 
     def _ask(self, kind: str, requests: Mapping[int, Any]) -> dict[int, Mapping[str, Any]]:
@@ -282,6 +286,16 @@ class _Preflight:
             for near, far in now:
                 if near in replies:
                     self._add(near, _path_finding(far, replies[near]))
+
+
+def _with_local_address(config: ClusterConfig, address: str) -> ClusterConfig:
+    """The configuration with the address at which the others see this machine, where an entry leaves it open."""
+    assert isinstance(config.hosts, list), "only listed hosts have addresses"
+    hosts = [
+        host.model_copy(update={"address": address}) if host.local and "address" not in host.model_fields_set else host
+        for host in config.hosts
+    ]
+    return config.model_copy(update={"hosts": hosts})
 
 
 def memory_finding(config: ClusterConfig, stages: Sequence[int], device: str, free_nbytes: int) -> Finding:
