@@ -36,6 +36,8 @@ class CoordinatorOptions:
     version: str
     """tahq's; a worker of another version is refused."""
     training: TrainingConfig
+    tokens_per_step: int = 0
+    """Tokens of a global batch, prompts and padding included; 0: unknown."""
     checkpoint_every: int | float | Literal["never"] = "never"
     """Steps (int) or seconds (float) between checkpoints; one is always written at the end and on interruption."""
     keep_checkpoints: int = 2

@@ -195,6 +195,7 @@ class StepRecord:
     step: int
     loss: float
     tokens: int
+    """Whose loss counts: of pairs, those of the responses."""
     step_time_s: float
     grad_norm: float
     """Global gradient norm before clipping."""
@@ -218,6 +219,8 @@ class StepRecord:
     """The replicas that shared the batch; empty: unknown."""
     abandoned: bool = False
     """Whether it was skipped because a replica lost a worker."""
+    computed_tokens: int = 0
+    """Tokens of all samples, prompts and padding included; 0: unknown."""
 
     @property
     def skipped_for(self) -> str:
@@ -226,8 +229,8 @@ class StepRecord:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens whose loss counts, per second."""
-        return self.tokens / self.step_time_s if self.step_time_s > 0 else 0.0
+        """Computed tokens per second; where their number is unknown, tokens whose loss counts."""
+        return (self.computed_tokens or self.tokens) / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

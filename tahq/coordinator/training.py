@@ -283,7 +283,10 @@ class Training:
         pairs = zip(record.stages, self._memory, strict=True)
         stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
         schedule, depths = self._schedule.present
-        return self._codecs.described(replace(record, stages=stages, schedule=schedule, in_flight=depths))
+        record = replace(record, stages=stages, schedule=schedule, in_flight=depths)
+        return self._codecs.described(
+            replace(record, computed_tokens=0 if commit.abandoned else options.tokens_per_step)
+        )
 
     def _prepare_again(self, seat: Seat, prepare: Prepare) -> None:
         """Answer as the first time, apart from reports that are no longer owed."""

@@ -4,6 +4,10 @@ The line of a step that is evaluated is held back until its validation loss has 
 is one object per step and nothing else. NaN and infinity, which JSON does not have, become null. When a
 run continues from a checkpoint, what the file says about later steps is cut off first. Lines that a full disk does
 not take are kept, and written when there is room again.
+
+`tokens` counts the labels of a step, over which the loss is a mean: with prompts and responses, only the responses.
+`computed_tokens` counts all positions that were computed, and `tokens_per_s` is `computed_tokens / step_time_s`. Files
+of version 0.1 have no `computed_tokens`, and their `tokens_per_s` is `tokens / step_time_s`.
 """
 
 import errno
@@ -124,7 +128,10 @@ class MetricsFile(LinesFile):
 
 def step_object(record: StepRecord) -> dict[str, Any]:
     """A step as metrics.jsonl has it."""
-    names = ("step", "loss", "tokens", "tokens_per_s", "step_time_s", "grad_norm", "clip_factor", "skipped", "lr")
+    names = (
+        *("step", "loss", "tokens", "computed_tokens", "tokens_per_s", "step_time_s"),
+        *("grad_norm", "clip_factor", "skipped", "lr"),
+    )
     values: dict[str, Any] = {name: getattr(record, name) for name in names}
     values |= {
         "links": [_link_object(link) for link in record.links],

@@ -76,6 +76,7 @@ def step_record(row: Mapping[str, Any]) -> StepRecord:
         links=tuple(_link(link, len(stages)) for link in row["links"]),
         # absent from older files
         lr=_number(row.get("lr", 0.0)),
+        computed_tokens=_whole({"computed_tokens": 0, **row}, "computed_tokens"),
         schedule=str(row.get("schedule", "")),
         in_flight=tuple(map(int, row.get("in_flight", ()))),
     )

@@ -179,7 +179,7 @@ def split_record(record, number, scale=1.0):
     )
     link = LinkRecord(0, 0, 1, "activations", 4, 1000, 1100, 2000, 0.2 * scale, 0.1 * scale, 0.05 * scale, 0.2 * scale)
     stages = tuple(StageRecord(stage, {"forward": 0.1}, 7, split, 10**9) for stage in range(2))
-    under = {"schedule": "zero-bubble", "in_flight": (5, 2)}
+    under = {"schedule": "zero-bubble", "in_flight": (5, 2), "computed_tokens": 8000}
     return record(number, step_time_s=0.4 * scale, stages=stages, links=(link,), **under)
 
 
@@ -188,8 +188,10 @@ def test_line_reads_back_as_the_record_it_was_made_of(record):
     line = json.loads(json.dumps(step_object(step)))
     assert step_record(line) == step
     for old in (line, *line["stages"]):
-        old.pop("schedule", None), old.pop("in_flight", None), old.pop("memory_bytes", None)
+        for name in ("schedule", "in_flight", "memory_bytes", "computed_tokens"):
+            old.pop(name, None)
     older = step_record(line)
+    assert (step.tokens_per_s, older.tokens_per_s) == (8000 / 0.4, step.tokens / 0.4)
     assert (older.schedule, older.in_flight, older.stages[0].memory_bytes) == ("", (), 0)
 
 
