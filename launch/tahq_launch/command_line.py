@@ -53,6 +53,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and log in
 Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device, e.g. cuda:1. Default: as configured.")
 ]
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run's folder, its name in runs/, or the name of a run that is live here."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line. Default: a table.")]
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
 ]

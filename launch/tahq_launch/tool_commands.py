@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from tahq.errors import UserError, brief
-from tahq_launch.command_line import ConfigPath, Debug, Device, JsonPath, Overrides
+from tahq_launch.command_line import ConfigPath, Debug, Device, Json, JsonPath, Overrides
 
 Shape = Annotated[
     str | None, typer.Option(metavar="N,…", help="Shape of the encoded tensor, e.g. 2,1024,1600. Default: none.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line. Default: a table.")]
 
 
 def plan(

@@ -7,7 +7,8 @@ have more::
     phase     phase, waits_for           joined     stage, host, device
     lost      stage                      returned   stage
     link      stage, link, reason        ended      exit_status
-    codec, schedule, warning, checkpoint, turned back
+    checkpoint   of_step, if complete
+    codec, schedule, warning, turned back
 
 A `link` event with a reason says that this stage's end of the link is degraded, one without that it works again.
 """
@@ -87,7 +88,10 @@ class EventsFile(LinesFile):
 
     def snapshot_written(self, record: SnapshotRecord) -> None:
         """Write that a checkpoint is complete, or has failed."""
-        self._event("checkpoint", f"failed: {record.error}" if record.error else format_size(record.nbytes))
+        if record.error:
+            self._event("checkpoint", f"failed: {record.error}")
+        else:
+            self._event("checkpoint", format_size(record.nbytes), of_step=record.step)
 
     def warned(self, text: str) -> None:
         """Write a warning."""

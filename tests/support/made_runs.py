@@ -59,11 +59,12 @@ def made_step(step: int, num_stages: int = 2) -> StepRecord:
 
 
 class MadeRun:
-    """A run that has begun, and that this process seems to train."""
+    """A run that has begun, and that this process seems to train, as it holds the folder's lock until `end`."""
 
     def __init__(self, folder: Path, num_stages: int = 2, total_steps: int = 60) -> None:
         folder.mkdir(parents=True)
-        (folder / ".lock").write_text(f"1 {os.getpid()}")
+        self._lock = (folder / ".lock").open("w")
+        print(1, os.getpid(), end="", file=self._lock, flush=True)
         self.folder = folder
         self._num_stages, self._total_steps = num_stages, total_steps
         self.tell = Observers([MetricsFile(folder / "metrics.jsonl"), EventsFile(folder / "events.jsonl")])
@@ -89,6 +90,7 @@ class MadeRun:
         """End the run."""
         self.tell.phase_changed("over", "")
         self.tell.ended(RunEnd(status, message, self._total_steps, self._total_steps))
+        self._lock.close()
 
 
 def finished_run(folder: Path, num_stages: int = 2, num_steps: int = 60) -> Path:

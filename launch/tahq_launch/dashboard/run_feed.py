@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from tahq.observe import figures
 from tahq.observe.bottleneck import diagnose
 from tahq.observe.metrics_reader import RECENT_STEPS, WRONG, median_step, step_record
 from tahq.units import format_size
+from tahq_launch.runs.found import writer_of
 
 MAX_READ_NBYTES = 1 << 24
 """Read of a file at once, so that a long run appears piece by piece."""
@@ -31,10 +32,10 @@ def check_run(folder: Path) -> None:
 
 
 class Tail:
-    """The complete lines that a file gains."""
+    """The complete lines that a file gains; of those that it has at first, only those in its last `last_nbytes`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, last_nbytes: float = math.inf) -> None:
+        self._path, self._last_nbytes = path, last_nbytes
         self._inode = self._offset = 0
         self.has_more = False
 
@@ -48,6 +49,10 @@ class Tail:
             status = os.fstat(file.fileno())
             if self._inode not in (0, status.st_ino) or status.st_size < self._offset:
                 return None
+            if not self._inode and status.st_size > self._last_nbytes:
+                file.seek(status.st_size - int(self._last_nbytes))
+                file.readline()  # the rest of a line
+                self._offset = file.tell()
             self._inode = status.st_ino
             file.seek(self._offset)
             data = file.read(MAX_READ_NBYTES)
@@ -58,19 +63,29 @@ class Tail:
 
 
 class RunFeed:
-    """Follows the files of one run, for one page."""
+    """Follows the files of one run, for one page.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: the run's.
+        last_nbytes: of the steps that are there already, only those in so many last bytes.
+        is_written: whether the run is live; None: whether a process here holds the folder's lock.
+    """
+
+    def __init__(
+        self, folder: Path, last_nbytes: float = math.inf, is_written: Callable[[], bool] | None = None
+    ) -> None:
+        self._folder, self._last_nbytes = folder, last_nbytes
+        self._is_written = is_written or (lambda: writer_of(folder) is not None)
         self._begin()
 
     def _begin(self) -> None:
-        self._metrics, self._log = Tail(self._folder / "metrics.jsonl"), Tail(self._folder / "events.jsonl")
+        self._metrics = Tail(self._folder / "metrics.jsonl", self._last_nbytes)
+        self._log = Tail(self._folder / "events.jsonl")
         self._is_new, self.has_more = True, False
         self.is_over = self._was_over = False
         self._num_damaged = self._step = 0
         self._recent: deque[Any] = deque(maxlen=RECENT_STEPS)
-        self._validation = ""
+        self._validation = self._checkpoint = ""
         self._start()
 
     def _start(self) -> None:
@@ -82,7 +97,7 @@ class RunFeed:
 
     def news(self) -> dict[str, Any] | None:
         """What was written since the last call; None: nothing."""
-        is_written = _is_written(self._folder)  # before the files, whose last lines are then there
+        is_written = self._is_written()  # before the files, whose last lines are then there
         steps, events = self._metrics.read(), self._log.read()
         if steps is None or events is None:
             self._begin()
@@ -139,6 +154,8 @@ class RunFeed:
             return None
         before = self._seen.get(name, {})
         self._seen[name] = row
+        if name == "checkpoint" and "of_step" in row:
+            self._checkpoint = f"after step {row['of_step']}, {event['text']}"
         # the stages that a phase waits for change often, and are part of the state
         return event if name != "phase" or before.get("phase") != row["phase"] else None
 
@@ -161,6 +178,8 @@ class RunFeed:
             "problem": problem,
             "step": self._step,
             "total_steps": max(total_steps, self._step),
+            "tokens_per_s": records[-1].tokens_per_s if records else None,
+            "since": self._seen.get("started", {}).get("time"),
             "figures": self._figures(records, total_steps) if records else {},
             "limit": "unknown: no step was measured" if limit is None else limit.sentence,
             "stages": self._stages(step),
@@ -191,6 +210,7 @@ class RunFeed:
             "learning rate": f"{last.lr:.3g}",
             "schedule": f"{last.schedule}{depths}",
             "skipped": f"the last step: {last.skipped_for}" if last.skipped else "",
+            "checkpoint": self._checkpoint,
         }
         return {name: value for name, value in values.items() if value}
 
@@ -255,12 +275,3 @@ def _split(record: StageRecord, step_s: float) -> dict[str, Any]:
 
 def _finite(value: Any) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _is_written(folder: Path) -> bool:
-    """Whether the process that locked the run's folder last still runs."""
-    try:
-        holder = (folder / ".lock").read_text(encoding="ascii", errors="replace").partition(" ")[2]
-    except OSError:
-        return False
-    return holder.isdecimal() and Path(f"/proc/{holder}").exists()

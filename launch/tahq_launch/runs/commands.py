@@ -1,0 +1,90 @@
+"""The command lines of `ps`, `status`, `logs` and `stop`."""
+
+from typing import Annotated
+
+import typer
+
+from tahq_launch.command_line import Debug, Json, RunName
+
+
+def ps(
+    is_all: Annotated[
+        bool, typer.Option("--all", "-a", help="Show also runs in runs/ that are over. Default: live ones.")
+    ] = False,
+    json_lines: Json = False,
+    debug: Debug = False,
+) -> int:
+    """List the runs of this machine: step, tokens/s, state, and since when.
+
+    A run is listed on the machine of its launcher or coordinator.
+
+    Example: tahq ps --all
+    """
+    from tahq_launch.runs.status import print_runs
+
+    print_runs(is_all=is_all, json_lines=json_lines)
+    return 0
+
+
+def status(run: RunName, json_lines: Json = False, debug: Debug = False) -> int:
+    """Show how a run stands: stages, links, last checkpoint, and the bottleneck.
+
+    Example: tahq status demo
+    """
+    from tahq_launch.dashboard.run_feed import RunFeed, check_run
+    from tahq_launch.runs.found import find_run
+    from tahq_launch.runs.status import print_status
+
+    folder = find_run(run)
+    check_run(folder)
+    print_status(RunFeed(folder), str(folder), as_json=json_lines)
+    return 0
+
+
+def logs(
+    run: RunName,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until the run ends. Default: those there are.")
+    ] = False,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Print this stage's log alone, e.g. 1. Default: all, and the launcher's.")
+    ] = None,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="Print only so many of the last lines. Default: all.")
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Print the logs of a run's launcher and stages, in the order of their times.
+
+    Example: tahq logs demo -f --stage 1
+    """
+    from tahq_launch.runs.found import find_run, writer_of
+    from tahq_launch.runs.logs import print_logs
+
+    folder = find_run(run)
+    print_logs(
+        folder,
+        stage=stage,
+        lines=lines,
+        is_live=lambda: follow and writer_of(folder) is not None,
+        refresh=lambda: None,
+    )
+    return 0
+
+
+def stop(
+    run: RunName,
+    now: Annotated[
+        bool, typer.Option("--now", help="Stop at once. Default: finish the step and write a checkpoint.")
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """Stop a run as Ctrl-C does, and wait for its end; it can be resumed.
+
+    Example: tahq stop demo
+    """
+    from tahq_launch.runs.found import find_run
+    from tahq_launch.runs.stop import stop_run
+
+    stop_run(find_run(run), now=now)
+    return 0
