@@ -30,6 +30,7 @@ from tahq_launch.command_line import (
 )
 from tahq_launch.init import init
 from tahq_launch.runs.commands import logs, ps, status, stop
+from tahq_launch.runs.commands import logs, ps, pull, status, stop
 from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
 from tahq_launch.tool_commands import compare, doctor, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app

@@ -8,17 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.processes import children, command_line, is_alive
-from support.runs import tiny, write_config
+from support.processes import children, command_line, is_alive, wait_until
+from support.runs import finish, tiny, write_config
 
 import tahq
 import tahq_launch
 import tahq_netem
 from tahq.comm.config import MachineConfig
 from tahq.comm.keys import new_key_pair
+from tahq.pipeline.checkpoint.manifest import read_manifest
 from tahq_launch.start.run_keys import PLAIN, RunKeys, WorkerSecret
 from tahq_launch.start.worker_command import ssh_command
 
@@ -124,6 +126,76 @@ def test_broken_connection_ends_the_run_and_the_remote_worker(remote_run):
     connection = next(pid for pid in children(launcher) if "--stage 1 " in " ".join(command_line(pid)))
     os.kill(connection, signal.SIGKILL)
     wait_until_gone([launcher, *workers], 30)
+
+
+@pytest.fixture
+def pulled(over_ssh, tmp_path, start):
+    """The folder of a finished run whose stages' files are in homes of their own, below host0 and host1."""
+    config = over_ssh(TWO_STAGES)
+    for number, host in enumerate(homes := [dict(host) for host in config["hosts"]]):
+        host["workdir"] = str(tmp_path / f"host{number}")
+        (tmp_path / f"host{number}").mkdir()
+    write_config(tmp_path, {**config, "hosts": homes})
+    launcher = start("tahq-launch", "cluster.yaml")
+    stdout, stderr = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, stdout + stderr
+    return tmp_path / "runs" / "tiny"
+
+
+def checkpoint_files(run: Path) -> list[Path]:
+    return sorted(run.glob("snapshots/step-00000002/*.safetensors"))
+
+
+@needs_sshd
+def test_checkpoint_is_exported_from_its_hosts_and_an_interrupted_pull_goes_on(pulled, tmp_path):
+    assert checkpoint_files(pulled) == []
+    done = finish(tmp_path, "tahq", "export", "runs/tiny", "out")
+    assert done.returncode == 0, done.stderr
+    assert "after step 2" in done.stdout
+    first, second = checkpoint_files(pulled)
+    whole = first.read_bytes()
+    again = finish(tmp_path, "tahq", "pull", "tiny")
+    assert (again.returncode, again.stdout[-10:]) == (0, " all here\n")
+
+    first.with_name(first.name + ".partial").write_bytes(whole[:1000])
+    first.unlink()
+    (there,) = (tmp_path / "host0").rglob(first.name)
+    there.write_bytes(bytes(1000) + whole[1000:])  # so that only the rest can come from there
+    second.write_bytes(second.read_bytes()[:-1] + b"x")  # damaged
+    done = finish(tmp_path, "tahq", "pull", "tiny")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fetched 2 files" in done.stdout
+    assert first.read_bytes() == whole
+    assert finish(tmp_path, "tahq", "export", "runs/tiny", "again").returncode == 0
+
+
+@needs_sshd
+def test_copy_on_another_host_replaces_a_lost_file_and_without_one_host_and_path_are_named(pulled, tmp_path, sshd):
+    (kept,) = (tmp_path / "host1").rglob("stage-001-*")
+    copy = tmp_path / "host0" / "runs" / "tiny" / "copies" / "stage-001" / "step-00000002" / kept.name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    kept.rename(copy)
+    assert finish(tmp_path, "tahq", "pull", "runs/tiny").returncode == 0
+    for path in (*checkpoint_files(pulled), copy):
+        path.unlink()
+
+    refused = finish(tmp_path, "tahq", "export", "runs/tiny", "out")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    where = f"{getpass.getuser()}@127.0.0.1:{kept}: the file is not there"
+    assert f"{kept.name} is not here, and cannot be fetched from {where}" in refused.stderr
+    assert refused.stderr.endswith("tahq pull runs/tiny\n")
+
+    folder = pulled / "snapshots" / "step-00000002"
+    manifest = read_manifest(folder)
+    hosts = [{**host, "ssh_options": ["-p", "1", *sshd]} for host in manifest.config["hosts"]]
+    changed = {**manifest.meta, "config": {**manifest.config, "hosts": hosts}}
+    (folder / "manifest.json").write_text(replace(manifest, meta=changed).to_json())
+    for path in checkpoint_files(pulled):
+        path.unlink()
+    refused = finish(tmp_path, "tahq", "pull", "runs/tiny")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "hosts.0.ssh_options" in refused.stderr
+    assert "Connection refused" in refused.stderr
 
 
 @needs_sshd

@@ -1,4 +1,4 @@
-"""The command lines of `ps`, `status`, `logs` and `stop`."""
+"""The command lines of `ps`, `status`, `logs`, `stop` and `pull`."""
 
 from typing import Annotated
 
@@ -87,4 +87,23 @@ def stop(
     from tahq_launch.runs.stop import stop_run
 
     stop_run(find_run(run), now=now)
+    return 0
+
+
+def pull(
+    run: RunName,
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Fetch the files of a run's checkpoint from its hosts, over ssh.
+
+    Files that are here already are only verified. If it is interrupted, call it again: it continues.
+
+    Example: tahq pull demo
+    """
+    from tahq_launch.runs.found import find_run
+    from tahq_launch.runs.pull import pull as fetch
+
+    for line in fetch(find_run(run), step):
+        print(line)
     return 0

@@ -33,8 +33,8 @@ from tahq.quant import CodecSpec
 from tahq.quant.quality import expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.export import keep_source
 from tahq_launch.plan.schedule_search import schedule_search
+from tahq_launch.run_source import keep_source
 from tahq_launch.start.codec_choice import codec_options, recorded_replicas
 from tahq_launch.start.local_checks import check_reachable, warnings_about
 from tahq_launch.start.resolution import resolve_for_run, with_profile

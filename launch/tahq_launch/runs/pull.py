@@ -1,0 +1,215 @@
+"""`tahq pull`: files of a run's checkpoints, from the disks of its hosts, where each stage has written its own.
+
+A file comes over ssh from its stage's host, or from another host that keeps a copy. It grows under another name, from
+which a later call continues, and has its own name once its SHA-256 is the manifest's.
+"""
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from tahq.comm.config import MachineConfig
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json
+from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, UserError
+from tahq.pipeline.checkpoint.copies import Pieces, fetch_file, has_file
+from tahq.pipeline.checkpoint.manifest import Manifest, StageFile, read_latest, read_manifest, snapshot_folders
+from tahq.units import format_size
+from tahq_launch.command_line import progress_of
+from tahq_launch.start.preflight import ssh_fault
+from tahq_launch.start.run_folder import RunFolder
+from tahq_launch.start.worker_command import ssh_script
+
+_AT_ONCE = 8
+_PIECE_NBYTES = 1 << 20
+_NOT_THERE = 66
+"""Exit status of the script on a host that has no such file."""
+
+
+def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Manifest]:
+    """Folder and manifest of a run's checkpoint after a step; None: the newest.
+
+    Raises:
+        UserError: the run or the checkpoint does not exist.
+    """
+    folder = RunFolder(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is not a run's folder; expected a folder such as runs/demo")
+    if step is None:
+        return read_latest(folder.snapshots)
+    folders = snapshot_folders(folder.snapshots)
+    if step not in folders:
+        existing = ", ".join(map(str, folders)) or "none"
+        raise UserError(f"{run} has no checkpoint after step {step}; it has: {existing}")
+    return folders[step], read_manifest(folders[step])
+
+
+def pull(run: Path, step: int | None = None) -> Iterator[str]:
+    """Fetch the files of a checkpoint that are not in the run's folder; yields lines about them.
+
+    Raises:
+        UserError: the run or the checkpoint does not exist.
+        SnapshotError: a file cannot be fetched; the message has its hosts and paths.
+    """
+    folder, manifest = checkpoint_of(run, step)
+    missing = missing_files(folder, manifest)
+    if missing:
+        fetch(run, folder, manifest, missing)
+        yield f"{folder}: fetched {_files(missing)}"
+    else:
+        yield f"{folder}: {_files(manifest.files)}, all here"
+
+
+def missing_files(folder: Path, manifest: Manifest) -> list[StageFile]:
+    """Files of a checkpoint that are not in its folder, or damaged."""
+    return [entry for entry in manifest.files if not has_file(folder / entry.file, entry.sha256)]
+
+
+def fetch(run: Path, folder: Path, manifest: Manifest, files: Sequence[StageFile]) -> None:
+    """Fetch files of a checkpoint into its folder, several at a time; see `pull`."""
+    config = config_from_json(json.dumps(manifest.config))
+    with _bar(files) as progress, ThreadPoolExecutor(_AT_ONCE) as pool:
+        places = [_places(config, folder.name, entry) for entry in files]
+        reasons = list(pool.map(lambda entry, there: _fetched(folder, entry, there, progress), files, places))
+    failures = [
+        f"{entry.file} is not here, and cannot be fetched from {reason}"
+        for entry, reason in zip(files, reasons, strict=True)
+        if reason
+    ]
+    if failures:
+        raise SnapshotError(f"{'; '.join(failures)}; once that is corrected: tahq pull {run}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host that may have a file: where, as scp would name it, and the file's bytes from an offset on."""
+
+    where: str
+    pieces: Pieces
+    is_likely: bool
+    """Whether it is the host of the stage that has written the file."""
+
+
+def _stage_of(entry: StageFile) -> int:
+    """The stage that has written a file, by its name, ``stage-001-88ab….safetensors``."""
+    number = entry.file.split("-")[1] if entry.file.startswith("stage-") else ""
+    if not number.isdecimal():
+        raise SnapshotError(f"{entry.file} is not named after a stage, so its host is unknown; copy it here by hand")
+    return int(number)
+
+
+def _places(config: ClusterConfig, checkpoint: str, entry: StageFile) -> list[Place]:
+    """The stage's host first, then the others, which may have a copy."""
+    if isinstance(config.hosts, str):
+        return []
+    stage = _stage_of(entry)
+    run = Path(config.run.dir) / config.run.name
+    own = run / "snapshots" / checkpoint / entry.file
+    copy = run / "copies" / f"stage-{stage:03d}" / checkpoint / entry.file
+    order = sorted(range(len(config.hosts)), key=lambda number: number != stage)
+    return [_place(config.hosts[number], number, (own, copy), is_likely=number == stage) for number in order]
+
+
+def _place(host: MachineConfig, number: int, paths: Sequence[Path], *, is_likely: bool) -> Place:
+    path = Path(host.workdir or "") / paths[0]
+    if host.ssh is None:
+        return Place(f"{host.address}:{path}", _by_hand, is_likely)
+    return Place(f"{host.ssh}:{path}", lambda offset: _over_ssh(host, number, paths, offset), is_likely)
+
+
+def _by_hand(offset: int) -> Iterator[bytes]:
+    raise PeerLostError("cluster.yaml has no ssh for this host; copy it from there by hand, e.g. with scp")
+
+
+def _over_ssh(host: MachineConfig, number: int, paths: Sequence[Path], offset: int) -> Iterator[bytes]:
+    """The bytes of the first of these files that exists on a host; PeerLostError: none does, or ssh failed."""
+    names = shlex.join(map(str, paths))
+    script = (
+        f'for f in {names}; do if [ -f "$f" ]; then exec tail -c +{offset + 1} -- "$f"; fi; done; exit {_NOT_THERE}'
+    )
+    argv = ssh_script(host, "{ " + script + "; }")
+    try:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise UserError(f"cannot start ssh: {error.strerror}") from error
+    with process:
+        assert process.stdout is not None, "a pipe was asked for"
+        assert process.stderr is not None, "a pipe was asked for"
+        try:
+            while piece := process.stdout.read(_PIECE_NBYTES):
+                yield piece
+        except GeneratorExit:
+            process.kill()
+            raise
+        said = process.stderr.read().decode(errors="replace").splitlines()
+    if process.returncode == _NOT_THERE:
+        raise PeerLostError("the file is not there")
+    if process.returncode:
+        what, remedy = ssh_fault((process.returncode, [line for line in said if line.strip()]), host, number)
+        raise PeerLostError(f"{what}; {remedy}")
+
+
+def _fetched(folder: Path, entry: StageFile, places: Sequence[Place], progress: "_Progress") -> str:
+    """Fetch a file from the first place that has it; returns why that failed, "" if it has not."""
+    reasons = []
+    for place in places:
+        try:
+            fetch_file(folder / entry.file, entry.sha256, progress.counted(folder / entry.file, place.pieces))
+        except (PeerLostError, RemoteProtocolError) as error:
+            reasons.append((place.is_likely, f"{place.where}: {error}"))
+        else:
+            return ""
+    told = [reason for is_likely, reason in reasons if is_likely] or [reason for _, reason in reasons]
+    return "; ".join(told) or "another host: the run was on this machine alone"
+
+
+# -- progress ----------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """Bytes of a few files: bars on a terminal, else a line now and then."""
+
+    def __init__(self, bars: Progress, files: Sequence[StageFile]) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+        for entry in files:
+            self._tasks[entry.file] = bars.add_task(entry.file.rpartition("-")[0], total=entry.nbytes)
+        self._line = progress_of("fetching") if bars.disable else lambda share: None
+
+    def counted(self, path: Path, pieces: Pieces) -> Pieces:
+        """The same pieces, which are counted as they pass."""
+
+        def passed(offset: int) -> Iterator[bytes]:
+            task = self._tasks[path.name]
+            self._bars.update(task, completed=offset)
+            for piece in pieces(offset):
+                yield piece
+                self._bars.advance(task, len(piece))
+                done, total = (sum(getattr(each, key) or 0 for each in self._bars.tasks) for key in _COUNTS)
+                self._line(done / max(total, 1))
+
+        return passed
+
+
+_COUNTS = ("completed", "total")
+
+
+@contextmanager
+def _bar(files: Sequence[StageFile]) -> Iterator[_Progress]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        yield _Progress(bars, files)
+
+
+def _files(files: Sequence[StageFile]) -> str:
+    size = format_size(sum(entry.nbytes for entry in files))
+    return f"{len(files)} file{'s' * (len(files) != 1)}, {size}"
