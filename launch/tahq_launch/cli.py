@@ -31,6 +31,7 @@ from tahq_launch.command_line import (
 from tahq_launch.init import init
 from tahq_launch.runs.commands import logs, ps, status, stop
 from tahq_launch.runs.commands import logs, ps, pull, status, stop
+from tahq_launch.runs.commands import evaluate, logs, ps, pull, status, stop
 from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
 from tahq_launch.tool_commands import compare, doctor, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app
@@ -275,8 +276,9 @@ def export(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shard-size") from None
     from tahq_launch.export import export_run
+    from tahq_launch.runs.found import find_run
 
-    for line in export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes):
+    for line in export_run(find_run(run), out, step=step, max_shard_nbytes=max_shard_nbytes):
         print(line)
     return 0
 
@@ -296,12 +298,12 @@ def generate(
 
     Example: tahq generate runs/demo 'def main('
     """
-    import torch
-
     from tahq_launch.generate import generate_text
+    from tahq_launch.loaded_model import default_device
+    from tahq_launch.runs.found import find_run
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    generate_text(model, prompt, num_tokens=tokens, temperature=temperature, seed=seed, device=where)
+    where = device or default_device()
+    generate_text(find_run(model), prompt, num_tokens=tokens, temperature=temperature, seed=seed, device=where)
     return 0
 
 
@@ -397,6 +399,7 @@ def tahq_app() -> typer.Typer:
         doctor,
     )
     app = _group(_tahq, **{command.__name__: command for command in commands})
+    app.command("eval")(evaluate)
     app.command("check-host", hidden=True)(check_host)
     app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")
     app.add_typer(netem_app(), name="netem")

@@ -1,18 +1,12 @@
 """`tahq generate`: what a trained model says, from a run's newest checkpoint or a Hugging Face folder."""
 
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 from tahq.errors import UserError
-from tahq.models.model_spec import CONFIG_FILE
-from tahq_launch.export import export_run
-
-_SHARD_NBYTES = 4 * 10**9
+from tahq_launch.loaded_model import load_model, model_folder
 
 
 def generate_text(source: Path, prompt: str, *, num_tokens: int, temperature: float, seed: int, device: str) -> None:
@@ -29,15 +23,8 @@ def generate_text(source: Path, prompt: str, *, num_tokens: int, temperature: fl
     Raises:
         UserError: there is no such model, or the prompt is empty.
     """
-    with tempfile.TemporaryDirectory(prefix="tahq-generate-") as name:
-        folder = source
-        if not (source / CONFIG_FILE).is_file():
-            folder = Path(name) / "model"
-            for line in export_run(source, folder, max_shard_nbytes=_SHARD_NBYTES):
-                print(line, file=sys.stderr)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        with torch.device(device):
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    with model_folder(source) as folder:
+        model, tokenizer = load_model(folder, device)
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
         if inputs["input_ids"].numel() == 0:
             raise UserError("the prompt is empty; give at least one word")

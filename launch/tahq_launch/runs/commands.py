@@ -1,10 +1,11 @@
-"""The command lines of `ps`, `status`, `logs`, `stop` and `pull`."""
+"""The command lines of `ps`, `status`, `logs`, `stop`, `pull` and `eval`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tahq_launch.command_line import Debug, Json, RunName
+from tahq_launch.command_line import Debug, Device, Json, RunName
 
 
 def ps(
@@ -106,4 +107,46 @@ def pull(
 
     for line in fetch(find_run(run), step):
         print(line)
+    return 0
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run's folder or a model's, e.g. runs/demo.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Text to evaluate on. May be repeated. Default: the run's held-out data."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="For FOLDER: this run's held-out data, e.g. runs/demo. Default: none."),
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Global batches of held-out data. Default: the run's training.eval_batches."),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="TASK,…", help="Tasks of lm-eval instead, e.g. hellaswag,arc_easy. Default: none."),
+    ] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also knows the tasks in this folder's YAML. Default: none.")
+    ] = None,
+    device: Device = None,
+    json_lines: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Measure a model's loss and perplexity on held-out data, or its results in tasks of lm-eval.
+
+    The loss of a run is that of its own validations without codecs, `validation.loss_raw` in metrics.jsonl.
+
+    Example: tahq eval runs/demo --text book.txt
+    """
+    from tahq_launch.evaluate import EvalRequest, print_evaluation
+    from tahq_launch.runs.found import find_run
+
+    names = tuple(name for name in (tasks or "").split(",") if name)
+    data = None if data is None else find_run(data)
+    request = EvalRequest(find_run(model), tuple(text or ()), data, step, batches, names, task_folder, device)
+    print_evaluation(request, as_json=json_lines)
     return 0

@@ -1,0 +1,241 @@
+"""`tahq eval`: loss and perplexity of a trained model on held-out data or on other text, and tasks of lm-eval.
+
+The loss of a run's held-out data is that of its own validations without codecs, `validation.loss_raw` in
+metrics.jsonl: the same samples and the same arithmetic, but for the division into stages.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json
+from tahq.config.stage_estimate import computes_in_bf16
+from tahq.data.batches import BatchSource
+from tahq.data.config import DataConfig
+from tahq.data.dataset import NO_LOSS, load_dataset
+from tahq.data.tokenizer import Tokenizer, load_tokenizer
+from tahq.errors import DataError, UserError
+from tahq.models.loss import cross_entropy
+from tahq.observe import figures
+from tahq.observe.metrics import perplexity
+from tahq_launch.command_line import progress_of
+from tahq_launch.loaded_model import default_device, is_run, load_model, model_folder
+from tahq_launch.run_source import source_of
+from tahq_launch.runs.pull import checkpoint_of
+from tahq_launch.start.run_folder import RunFolder
+
+_FOLDER_SEQ_LEN = 1024
+"""Tokens per sample of a model that no run of tahq describes, or the most that it takes."""
+_SAMPLES = 8
+"""Of text at a time."""
+_PROBE = "The 3 quick brown foxes — naïve, of course — said: «def main(x):\n\treturn x»"
+"""A text that different tokenizers cut differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """What to evaluate, and on what; see `tahq eval`."""
+
+    model: Path
+    text: tuple[str, ...] = ()
+    data: Path | None = None
+    step: int | None = None
+    batches: int | None = None
+    tasks: tuple[str, ...] = ()
+    task_folder: Path | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Nats per token over so many tokens."""
+
+    loss: float
+    tokens: int
+
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels, each int64 [B, S]."""
+
+
+def print_evaluation(request: EvalRequest, *, as_json: bool) -> None:
+    """Evaluate a model and print the figures, as text or as one JSON object.
+
+    Raises:
+        UserError: there is no such model, data or task, or lm-eval is missing.
+    """
+    tasks = _tasks_of(request) if request.tasks else None
+    run = request.model if is_run(request.model) else request.data
+    manifest = None if run is None else checkpoint_of(run, request.step if run == request.model else None)[1]
+    config = None if manifest is None else config_from_json(json.dumps(manifest.config))
+    device = request.device or default_device()
+    values: dict[str, Any] = {"model": str(request.model)}
+    if manifest is not None and run == request.model:
+        values["step"] = manifest.step
+    with model_folder(request.model, request.step) as folder:
+        model, tokenizer = load_model(folder, device)
+        if request.text or request.data is not None or tasks is None:
+            batches, total, what = _data(request, run, config, folder, model)
+            found = loss_of(model, batches, _precision(config, device), total)
+            values |= {"data": what, "tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
+        if tasks is not None:
+            values["tasks"] = _results(model, tokenizer, tasks, request)
+    print(json.dumps(values) if as_json else "\n".join(_lines(values)))
+
+
+def _lines(values: dict[str, Any]) -> Iterator[str]:
+    step = f" after step {values['step']}" if "step" in values else ""
+    yield f"{values['model']}{step}"
+    if "loss" in values:
+        yield f"  {'data':<12}{values['data']}, {values['tokens']:,} tokens with a loss"
+        yield f"  {'loss':<12}{figures.loss(values['loss'])} nats per token"
+        yield f"  {'perplexity':<12}{values['perplexity']:.4g}"
+    for task, metrics in values.get("tasks", {}).items():
+        yield f"  {task:<12}{', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}"
+
+
+# -- loss --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def loss_of(
+    model: Any,
+    batches: Iterable[MicroBatch],
+    precision: AbstractContextManager[object],
+    total: int,
+) -> Loss:
+    """The mean loss of a model over all labels of micro-batches.
+
+    Args:
+        model: a transformers model for causal language modelling, in evaluation mode.
+        batches: the micro-batches.
+        precision: a context in which the model computes.
+        total: number of micro-batches, for the progress.
+    """
+    loss_sum, tokens, progress = 0.0, 0, progress_of("evaluating")
+    for done, (inputs, labels) in enumerate(batches, start=1):
+        with precision:
+            logits = model(inputs.to(model.device)).logits
+            loss_sum += float(cross_entropy(logits, labels.to(model.device))[1])
+        tokens += int((labels != NO_LOSS).sum())
+        progress(done / total)
+    return Loss(loss_sum / tokens, tokens)
+
+
+def _precision(config: ClusterConfig | None, device: str) -> AbstractContextManager[object]:
+    kind = torch.device(device).type
+    if config is not None and computes_in_bf16(config, kind):
+        return torch.autocast(kind, torch.bfloat16)
+    return nullcontext()
+
+
+def _data(
+    request: EvalRequest, run: Path | None, config: ClusterConfig | None, folder: Path, model: Any
+) -> tuple[Iterator[MicroBatch], int, str]:
+    """Micro-batches, their number, and what they are."""
+    if run is None or config is None:
+        if not request.text:
+            raise UserError(f"{request.model} does not say on which data; give --text FILE, or --data RUN")
+        tokenizer = load_tokenizer(DataConfig(text="-", tokenizer=str(folder)))
+        longest = getattr(model.config, "max_position_embeddings", None) or _FOLDER_SEQ_LEN
+        return *_text(request.text, tokenizer, min(longest, _FOLDER_SEQ_LEN)), _named(request.text)
+    tokenizer = source_of(RunFolder(run), config)[1]
+    if run != request.model:
+        _check_same_tokenizer(request, tokenizer, folder)
+    if request.text:
+        return *_text(request.text, tokenizer, config.data.seq_len), _named(request.text)
+    return *_held_out(config, tokenizer, request.batches), f"the held-out part of {run}'s data"
+
+
+def _named(text: Sequence[str]) -> str:
+    return ", ".join(text)
+
+
+def _check_same_tokenizer(request: EvalRequest, tokenizer: Tokenizer, folder: Path) -> None:
+    theirs = load_tokenizer(DataConfig(text="-", tokenizer=str(folder)))
+    if list(theirs.encode(_PROBE)) != list(tokenizer.encode(_PROBE)):
+        raise UserError(
+            f"{request.model} has another tokenizer than {request.data}, so losses per token cannot be compared; give "
+            "--text FILE instead of --data"
+        )
+
+
+def _text(files: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[Iterator[MicroBatch], int]:
+    """All samples of text files."""
+    dataset = load_dataset(DataConfig(text=list(files), seq_len=seq_len, validation=0.0), tokenizer)
+    starts = range(0, dataset.num_train_samples, _SAMPLES)
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        for start in starts:
+            numbers = np.arange(start, min(start + _SAMPLES, dataset.num_train_samples), dtype=np.int64)
+            tokens, labels = (torch.from_numpy(np.ascontiguousarray(array)) for array in dataset.gather(numbers))
+            yield tokens, labels
+
+    return micro_batches(), len(starts)
+
+
+def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None) -> tuple[Iterator[MicroBatch], int]:
+    """The first batches of the validation split, in the order of the run's own validations."""
+    training = config.training
+    try:
+        dataset = load_dataset(config.data, tokenizer)
+    except DataError as error:
+        raise DataError(f"{error}; run tahq eval where the run's data is, or give other text (--text FILE)") from error
+    if not dataset.num_validation_samples:
+        raise DataError("the run holds no data out (data.validation); give other text (--text FILE)")
+    source = BatchSource(
+        dataset, seed=config.run.seed, global_batch=training.global_batch, micro_batch=training.micro_batch
+    )
+    most = -(-dataset.num_validation_samples // training.global_batch)
+    num_batches = min(batches or training.eval_batches, most)
+    each = training.global_batch // training.micro_batch
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        for number in range(num_batches):
+            batch = source.validation(number)
+            yield from map(batch.micro_batch, range(each))
+
+    return micro_batches(), num_batches * each
+
+
+# -- tasks -------------------------------------------------------------------------------------------
+
+
+def _tasks_of(request: EvalRequest) -> Any:
+    """lm-eval's tasks, checked before anything is loaded."""
+    try:
+        from lm_eval.models import huggingface  # noqa: F401, found missing now rather than after the model is loaded
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError:
+        raise UserError("--tasks needs lm-eval; install it with: pip install 'lm-eval[hf]'") from None
+    manager = TaskManager(include_path=None if request.task_folder is None else str(request.task_folder))
+    unknown = [task for task in request.tasks if task not in manager.all_tasks]
+    if unknown:
+        raise UserError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists them")
+    return manager
+
+
+def _results(model: Any, tokenizer: Any, tasks: Any, request: EvalRequest) -> dict[str, dict[str, float]]:
+    """Figures by task."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    try:
+        found = lm_eval.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=_SAMPLES),
+            tasks=list(request.tasks),
+            task_manager=tasks,
+        )
+    except OSError as error:
+        raise UserError(f"lm-eval cannot load the data of {', '.join(request.tasks)}: {error}") from error
+    return {
+        task: {name.partition(",")[0]: value for name, value in metrics.items() if isinstance(value, float)}
+        for task, metrics in found["results"].items()
+    }
