@@ -35,6 +35,7 @@ from tahq_launch.runs.commands import evaluate, logs, ps, pull, status, stop
 from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
 from tahq_launch.tool_commands import compare, doctor, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app
+from tahq_netem.cli import HELP_OPTIONS, add_command, netem_app
 
 log = logging.getLogger("tahq")
 
@@ -243,7 +244,12 @@ def coordinator(
 def keygen(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File to write, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret."),
+        typer.Option(
+            "--output",
+            "--out",
+            metavar="FILE",
+            help="File to write, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret.",
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the public key of the existing file instead.")] = False,
     debug: Debug = False,
@@ -374,10 +380,10 @@ def _codec(context: typer.Context) -> None:
 
 
 def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typer.Typer:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(rich_markup_mode=None, context_settings=HELP_OPTIONS)
     app.callback(invoke_without_command=True)(callback)
     for name, command in commands.items():
-        app.command(name)(command)
+        add_command(app, name, command)
     return app
 
 
@@ -399,9 +405,10 @@ def tahq_app() -> typer.Typer:
         doctor,
     )
     app = _group(_tahq, **{command.__name__: command for command in commands})
-    app.command("eval")(evaluate)
+    add_command(app, "eval", evaluate)
     app.command("check-host", hidden=True)(check_host)
-    app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")
+    codec = _group(_codec, list=list_codecs, inspect=inspect, compare=compare)
+    app.add_typer(codec, name="codec", short_help=_codec.__doc__)
     app.add_typer(netem_app(), name="netem")
     return app
 
@@ -412,8 +419,8 @@ def main() -> int:
 
 
 def _one_command(command: Callable[..., int], program: str) -> int:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(command)
+    app = typer.Typer(rich_markup_mode=None)
+    app.command(context_settings=HELP_OPTIONS)(command)
     return run_app(app, program, sys.argv[1:])
 
 

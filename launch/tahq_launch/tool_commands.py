@@ -25,9 +25,11 @@ def plan(
     codecs: Annotated[
         list[str] | None,
         typer.Option(
+            "--codec",
+            "--codecs",
             metavar="SPEC|ladder",
-            help="A codec that the planner may choose per link, the most accurate first, e.g. --codecs wf:bits=5 "
-            "--codecs wf:bits=3; ladder: the list in docs/dev/planner.md. May be repeated. Default: those of wire.",
+            help="A codec that the planner may choose per link, the most accurate first, e.g. --codec wf:bits=5 "
+            "--codec wf:bits=3; ladder: the list in docs/dev/planner.md. May be repeated. Default: those of wire.",
         ),
     ] = None,
     schedules: Annotated[
@@ -43,7 +45,10 @@ def plan(
         int, typer.Option(min=1, help="Largest number of pipeline replicas, each on its own hosts.")
     ] = 1,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a cluster.yaml that follows the plan. Default: none.")
+        Path | None,
+        typer.Option(
+            "--output", "--write", metavar="FILE", help="Write a cluster.yaml that follows the plan. Default: none."
+        ),
     ] = None,
     json_path: JsonPath = None,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the simulated step.")] = False,
@@ -54,7 +59,7 @@ def plan(
 
     Predicts tokens per second by simulation; starts nothing and contacts no host.
 
-    Example: tahq plan cluster.yaml --numbers measured.yaml --write planned.yaml
+    Example: tahq plan cluster.yaml --numbers measured.yaml --output planned.yaml
     """
     from tahq_launch.plan.command import plan_cluster
     from tahq_launch.plan.problem import PlanChoices
@@ -77,7 +82,12 @@ def measure(
     ] = None,
     codecs: Annotated[
         list[str] | None,
-        typer.Option(metavar="SPEC", help="Codec to time, e.g. eden:bits=3. May be repeated. Default: those of wire."),
+        typer.Option(
+            "--codec",
+            "--codecs",
+            metavar="SPEC",
+            help="Codec to time, e.g. eden:bits=3. May be repeated. Default: those of wire.",
+        ),
     ] = None,
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Shortest time to observe each stream; at most 30.")
@@ -119,8 +129,10 @@ def probe(
     wire: Annotated[
         list[str] | None,
         typer.Option(
+            "--codec",
+            "--wire",
             metavar="'FORWARD / BACKWARD'",
-            help="Codec pair to try, e.g. --wire 'tah:group=32 / fixed:bits=8'. May be repeated. "
+            help="Codec pair to try, e.g. --codec 'tah:group=32 / fixed:bits=8'. May be repeated. "
             "Default: the run's, and tah with tiles of 64 and 32, backward raw and with the run's.",
         ),
     ] = None,
@@ -146,7 +158,7 @@ def probe(
 
     Trains a few steps without codecs, in this process, and compares each gradient with the gradient under the codecs.
 
-    Example: tahq probe launch/examples/demo.yaml --warm-up 20 --wire 'tah / fixed:bits=6'
+    Example: tahq probe launch/examples/demo.yaml --warm-up 20 --codec 'tah / fixed:bits=6'
     """
     from tahq_launch.analysis.probe import run_probe
     from tahq_launch.analysis.probe_setup import ProbeRequest
@@ -212,7 +224,12 @@ def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A stream as codec.encode returns it, e.g. x.tah.")],
     spec: Annotated[
         str | None,
-        typer.Option(metavar="SPEC", help="Codec that wrote it, e.g. tah:group=32. Default: guessed from the header."),
+        typer.Option(
+            "--codec",
+            "--spec",
+            metavar="SPEC",
+            help="Codec that wrote it, e.g. tah:group=32. Default: guessed from the header.",
+        ),
     ] = None,
     shape: Shape = None,
     hex_nbytes: Annotated[
@@ -223,9 +240,9 @@ def inspect(
 ) -> int:
     """Show the header, sections and statistics of an encoded stream, and decode it to check it.
 
-    A stream does not record its codec and shape: without --spec and --shape only the header is shown.
+    A stream does not record its codec and shape: without --codec and --shape only the header is shown.
 
-    Example: tahq codec inspect boundary.tah --spec tah --shape 2,1024,1600 --hex 64
+    Example: tahq codec inspect boundary.tah --codec tah --shape 2,1024,1600 --hex 64
     """
     from tahq_launch.analysis.codec_inspection import print_stream
 
@@ -242,7 +259,10 @@ def compare(
     specs: Annotated[
         list[str] | None,
         typer.Option(
-            "--spec", metavar="SPEC", help="Codec to try, e.g. fixed:bits=6; may be repeated. Default: a selection."
+            "--codec",
+            "--spec",
+            metavar="SPEC",
+            help="Codec to try, e.g. fixed:bits=6; may be repeated. Default: a selection.",
         ),
     ] = None,
     draws: Annotated[int, typer.Option(min=2, metavar="N", help="Number of keys to try with a randomised codec.")] = 16,
@@ -262,7 +282,7 @@ def compare(
     Bytes, bits per element, relative error and its Gaussian bound, largest error, cosine, bias, the worst token's
     relative error, and millions of elements per second (one thread on the CPU).
 
-    Example: tahq codec compare boundary.safetensors --spec tah --spec fixed:bits=6 --plot frontier.png
+    Example: tahq codec compare boundary.safetensors --codec tah --codec fixed:bits=6 --plot frontier.png
     """
     from tahq_launch.analysis.codec_comparison import ComparisonRequest, run_comparison
 

@@ -1,6 +1,7 @@
 """The commands of `tahq-netem`, which are also those of `tahq netem`; each imports what it needs when it is run."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -184,14 +185,16 @@ def sweep(
 
 def plot(
     results: Annotated[list[Path], _argument(metavar="RESULTS.JSONL", help="Results of sweeps.")],
-    out: Annotated[Path, _file_option(help="The table; plots are beside it. Default: sweep.md.")] = Path("sweep.md"),
+    out: Annotated[
+        Path, _file_option("--output", "--out", help="The table; plots are beside it. Default: sweep.md.")
+    ] = Path("sweep.md"),
     debug: Debug = False,
 ) -> int:
     """Make a Markdown table and plots of sweeps' results.
 
     Plots need matplotlib: pip install 'tahq[plots]'.
 
-    Example: tahq-netem plot netem/results/four_stages.jsonl --out netem/results/four_stages.md
+    Example: tahq-netem plot netem/results/four_stages.jsonl --output netem/results/four_stages.md
     """
     from tahq_netem.sweep.report import plot_results
 
@@ -204,13 +207,31 @@ COMMANDS = (probe, profiles, run, clean, calibrate, sweep, plot)
 """In the order in which help lists them."""
 
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+def add_command(app: typer.Typer, name: str, command: Callable[..., int]) -> None:
+    """Add a command, listed with the whole first sentence of its help rather than with a part that fits one line."""
+    first = (command.__doc__ or "").strip().partition("\n\n")[0]
+    app.command(name, short_help=" ".join(first.split()))(command)
+
+
+def _netem(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 def netem_app() -> typer.Typer:
     """`tahq-netem`; each command returns its exit status."""
     app = typer.Typer(
-        add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Slow networks on this machine."
+        rich_markup_mode=None,
+        invoke_without_command=True,
+        callback=_netem,
+        help="Slow networks on this machine.",
+        context_settings=HELP_OPTIONS,
     )
     for command in COMMANDS:
-        app.command(command.__name__)(command)
+        add_command(app, command.__name__, command)
     return app
 
 

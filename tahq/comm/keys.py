@@ -80,7 +80,7 @@ def read_key_file(path: Path) -> KeyPair:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(4096)
     except FileNotFoundError:
-        raise UserError(f"there is no key at {path}; make one with `tahq keygen --out {path}`") from None
+        raise UserError(f"there is no key at {path}; make one with `tahq keygen --output {path}`") from None
     except OSError as error:
         raise UserError(f"the key {path} cannot be read: {error.strerror}") from None
     if mode & 0o077:

@@ -71,7 +71,7 @@ class ProbedWire:
             if codec is not None and codec.is_stateful:
                 raise ConfigError(
                     f"{codec.spec.name} remembers what it sent of each sample, so its error shows only over epochs: a "
-                    "probe cannot measure it; choose other codecs (--wire), or train with it and compare the loss"
+                    "probe cannot measure it; choose other codecs (--codec), or train with it and compare the loss"
                 )
         return forward, backward
 

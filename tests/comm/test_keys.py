@@ -44,7 +44,7 @@ def test_file_that_others_can_read_is_refused_with_the_remedy(tmp_path, mode):
 
 
 def test_missing_file_is_refused_with_the_command_that_makes_it(tmp_path):
-    with pytest.raises(UserError, match=r"there is no key at .*`tahq keygen --out"):
+    with pytest.raises(UserError, match=r"there is no key at .*`tahq keygen --output"):
         read_key_file(tmp_path / "none")
 
 

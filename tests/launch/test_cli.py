@@ -8,10 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import typer
 import yaml
-from support.runs import overrides, tiny, write_config
+from support.runs import command, environment, overrides, tiny, write_config
 
 from tahq import __version__
+from tahq_launch import cli
 from tahq_launch.start import launcher
 
 from .conftest import PROGRAMS, assert_one_line
@@ -44,6 +46,44 @@ def test_group_alone_lists_its_commands_whose_help_has_an_example_and_defaults(t
     for name in names.split():
         status, stdout, stderr = tahq("tahq", *group, name, "--help")
         assert (status, stderr, "Example: tahq" in stdout, "Default:" in stdout) == (0, "", True, True)
+
+
+def commands(group=None, path=()):
+    """Every command of `tahq` with its path, groups included."""
+    group = group or typer.main.get_command(cli.tahq_app())
+    yield path, group
+    for name, member in getattr(group, "commands", {}).items():
+        if not member.hidden:
+            yield from commands(member, (*path, name))
+
+
+REPORTS = {"ps", "status", "eval", "plan", "probe", "codec list", "codec compare", "netem calibrate"}
+ALIASES = {"--codecs", "--spec", "--wire", "--out", "--write"}
+"""Options of version 0.1, which still work."""
+
+
+def test_every_command_has_the_common_options_and_its_help_is_whole(tahq):
+    found = list(commands())
+    assert len(found) > 25
+    for path, member in found:
+        helped = tahq("tahq", *path, "-h")
+        assert helped == tahq("tahq", *path, "--help")
+        assert (helped[0], helped[2]) == (0, "")
+        name, help_text = " ".join(path), helped[1]
+        assert not [line for line in help_text.splitlines()[1:] if line.endswith("...")], name
+        assert "-h, --help" in help_text
+        options = {option: parameter for parameter in member.params for option in parameter.opts}
+        assert ("--json" in options) == (name in REPORTS) or name == "netem probe", name
+        for option, parameter in options.items():
+            assert option not in ALIASES or parameter.opts[0] in ("--codec", "--output"), (name, option)
+            assert getattr(parameter, "help", None) or parameter.hidden, (name, option)
+    assert tahq("tahq", "netem") == tahq("tahq", "netem", "-h")
+
+
+def test_shell_completes_the_names_of_commands():
+    words = {"_TAHQ_COMPLETE": "complete_bash", "COMP_WORDS": "tahq st", "COMP_CWORD": "1"}
+    done = subprocess.run([command("tahq")], env=environment() | words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["status", "stop"]
 
 
 @pytest.mark.parametrize("command", [("tahq",), ("tahq", "worker"), ("tahq-launch",), ("tahq-worker",)])

@@ -85,7 +85,7 @@ def test_inspect_shows_a_damaged_stream_and_refuses_it(inspect):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--shape", "2,3,100"], "--spec"),
+        (["--shape", "2,3,100"], "--codec"),
         (["--spec", "taf"], "did you mean tah?"),
         (["--spec", "tah", "--shape", "2,3,200"], "the shape needs"),
         (["--hex", "-1"], "--hex"),

@@ -208,7 +208,7 @@ def test_listed_hosts_are_written_in_the_plans_order_with_the_connections_that_i
         (("--numbers", "bad.yaml"), "bad.yaml:3: hosts.0.compute.0.micro_bach is not a key of"),
         (("--numbers", "small.yaml"), "no host has the memory"),
         (("--schedules", "2f2b"), "unknown schedule '2f2b'; known: gpipe, 1f1b"),
-        (("--codecs", "zip"), "--codecs: "),
+        (("--codecs", "zip"), "--codec: "),
         (("--stages", "4"), "4 stages need 4 hosts, the numbers have 3"),
     ],
 )

@@ -68,7 +68,7 @@ def print_stream(file: Path, spec: str | None, shape: tuple[int, ...] | None, he
             _print_known(buf, known, shape, hex_nbytes, key)
         return
     if shape is not None:
-        raise UserError("--shape needs --spec: name the codec too, e.g. --spec tah")
+        raise UserError("--shape needs --codec: name the codec too, e.g. --codec tah")
     guesses = header_guesses(buf)
     print(f"{file}: {buf.numel()} bytes")
     if not guesses:
@@ -78,7 +78,7 @@ def print_stream(file: Path, spec: str | None, shape: tuple[int, ...] | None, he
     _print_hex(buf, hex_nbytes)
     print(
         "\nA stream does not record its codec, nor the shape of the tensor: for sections, statistics and validity give"
-        "\nboth, e.g. --spec tah --shape 2,1024,1600."
+        "\nboth, e.g. --codec tah --shape 2,1024,1600."
     )
 
 

@@ -43,7 +43,7 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemoryError(
             f"the probe is out of memory ({str(error).partition('.')[0]}): it holds the whole model, its gradients, "
-            "and one more copy of them per --wire; try one --wire, --batches 1, a smaller training.micro_batch, "
+            "and one more copy of them per --codec; try one --codec, --batches 1, a smaller training.micro_batch, "
             "memory.recompute=block, or --device cpu"
         ) from error
     facts, results = _facts(setup, request, probed), collect(setup.wires, probed)
@@ -189,7 +189,7 @@ def _notes(results: Sequence[WireResult], num_batches: int, *, is_random: bool) 
         )
     if any(not result.keeps_step_limit or result.keeps_expectation_limit is False for result in results):
         lines.append(
-            "If a limit is exceeded, spend more bits on the direction that causes the error (--wire with `raw` for "
+            "If a limit is exceeded, spend more bits on the direction that causes the error (--codec with `raw` for "
             "one direction shows which), or use fewer stages. Exceeding a limit does not prove that training fails, "
             "and keeping it does not prove that training succeeds: the loss decides."
         )

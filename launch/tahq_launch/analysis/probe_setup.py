@@ -143,7 +143,7 @@ def parse_wire(text: str) -> ProbedWire:
     """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``, with all parameters."""
     specs = _SEPARATOR.split(text.strip())
     if len(specs) != 2:
-        raise ConfigError(f"--wire {brief(repr(text))}: expected 'FORWARD / BACKWARD', as in 'tah / fixed:bits=8'")
+        raise ConfigError(f"--codec {brief(repr(text))}: expected 'FORWARD / BACKWARD', as in 'tah / fixed:bits=8'")
     return ProbedWire(*(str(CodecSpec.parse(spec)) for spec in specs))
 
 

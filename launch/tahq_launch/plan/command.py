@@ -186,7 +186,7 @@ def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProbl
     names = named(problem, hosts)
     unknown = [name for name in names if name not in labels]
     if unknown and config.hosts != "local":
-        raise UserError(f"--write: the plan has host {unknown[0]}, cluster.yaml has {', '.join(labels)}")
+        raise UserError(f"--output: the plan has host {unknown[0]}, cluster.yaml has {', '.join(labels)}")
     order = [labels.index(name) for name in names] if not unknown else []
     if isinstance(config.hosts, list):
         values["hosts"] = [values["hosts"][index] for index in order]

@@ -127,12 +127,12 @@ def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ..
         try:
             spec = CodecSpec.parse(text)
         except ConfigError as error:
-            raise UserError(f"--codecs: {error}") from error
+            raise UserError(f"--codec: {error}") from error
         # AQ-SGD's caches are for activations only
         if direction == "activations" or not (isinstance(spec, AqsgdSpec) and spec.has_cache):
             codecs[str(spec)] = None
     if not codecs:
-        raise UserError("--codecs: none of these codecs takes gradients; add another")
+        raise UserError("--codec: none of these codecs takes gradients; add another")
     return tuple(codecs)
 
 

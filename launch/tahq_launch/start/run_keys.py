@@ -122,6 +122,6 @@ def keygen(out: Path | None, *, show: bool) -> KeyPair:
     except FileExistsError:
         raise UserError(
             f"{path} exists already, and others may know this machine by it; `tahq keygen --show` prints its public "
-            "key, --out names another file"
+            "key, --output names another file"
         ) from None
     return keys

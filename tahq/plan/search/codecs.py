@@ -25,7 +25,7 @@ LADDER: dict[str, tuple[str, ...]] = {
         "eden:bits=2",
     ),
 }
-"""The meaning of `--codecs ladder`, by direction, the most faithful first.
+"""The meaning of `--codec ladder`, by direction, the most faithful first.
 
 Bits per element of a frame are about: raw 16; fixed 8.3 and 6.3; wf 6.1 to 2.1; tah 4.4; eden 5.0 to 2.0. The order
 is that of the relative error on the boundary of a trained GPT-2 small (benchmarks/results/frontier_epyc2_202611.md).
