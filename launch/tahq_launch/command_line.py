@@ -57,6 +57,13 @@ RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run's folder, its name in runs/, or the name of a run that is live here."),
 ]
+RunOrAddress = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's folder, its name in runs/, the name of a run that is live here, or HOST:PORT of a coordinator.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line. Default: a table.")]
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")

@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from tahq.comm.control.messages import (
+    OWNER,
     Abort,
     Bye,
     ComputeMeasured,
@@ -29,6 +30,7 @@ from tahq.comm.control.messages import (
     NotKept,
     PathsMeasured,
     Prepare,
+    ReadRun,
     Ready,
     Refuse,
     Rejoin,
@@ -44,6 +46,7 @@ from tahq.coordinator.context import MAX_TEXT_LENGTH, CoordinatorOptions, RunCon
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
+from tahq.coordinator.owner import run_lines
 from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name
 from tahq.coordinator.seating import Restart, Seating
 from tahq.coordinator.seats import ProcessExit, RestorePoint, Seat, SeatPhase, Seats
@@ -209,6 +212,9 @@ class Coordinator:
 
     def _dispatch(self, identity: bytes, message: Message) -> None:
         if self._run.phase is RunPhase.OVER:
+            return
+        if isinstance(message, ReadRun) or (isinstance(message, StopRequest) and message.stage == OWNER):
+            self._on_owner(identity, message)
             return
         seat = self._seats.find(identity)
         if seat is None and not isinstance(message, Join | Rejoin | Heartbeat):
@@ -444,6 +450,16 @@ class Coordinator:
             self._ctx.send(self._seats[stage], again)
         for identity in self._seats.spares:
             self._ctx.server.send(identity, again)
+
+    def _on_owner(self, identity: bytes, message: ReadRun | StopRequest) -> None:
+        server = self._ctx.server
+        if not server.is_owner(identity):
+            server.send(identity, Refuse("only a process with the coordinator's own key may read or stop the run"))
+        elif isinstance(message, ReadRun):
+            server.send(identity, run_lines(self._ctx.options.run_folder, message))
+        else:
+            is_now = message.signal_number == signal.SIGTERM
+            self.request_stop(signal.SIGTERM if is_now else signal.SIGINT)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -1,12 +1,19 @@
 """`tahq ps`, `status`, `logs` and `stop`, beside real runs on this machine."""
 
 import json
+import re
 import secrets
+import signal
+from contextlib import closing
 
 import pytest
 from support.made_runs import MadeRun, finished_run
 from support.runs import finish, tiny, train, write_config
 
+from tahq.comm.control.client import ControlClient
+from tahq.comm.control.messages import OWNER, ReadRun, Refuse, StopRequest
+from tahq.comm.keys import Credentials, default_key_path, new_key_pair, read_key_file
+from tahq.comm.link.shaping import Shaping
 from tahq_launch.runs.found import writer_of
 
 from .conftest import ENDLESS, assert_one_line, wait_for_steps
@@ -131,3 +138,37 @@ def test_tokens_per_s_count_prompts_and_padding_and_tokens_the_responses(tmp_pat
     for row in train(tmp_path, config).metrics:
         assert (row["tokens"], row["computed_tokens"]) == (8 * len("four\0"), 8 * 32)
         assert row["tokens_per_s"] == pytest.approx(8 * 32 / row["step_time_s"])
+
+
+def test_run_at_an_address_is_shown_and_stopped_by_its_owner_alone(tmp_path, start, name):
+    member = new_key_pair()
+    run = {**ENDLESS["run"], "name": name}
+    write_config(tmp_path, {**ENDLESS, "run": run, "security": {"allow": [member.public]}})
+    launcher, folder = start("tahq-launch", "cluster.yaml"), tmp_path / "runs" / name
+    wait_for_steps(launcher, folder, 1)
+    log = (folder / "logs" / "stage-0.log").read_text()
+    address = re.search(r"joined (\S+:\d+),", log)[1]
+    shown = finish(tmp_path, "tahq", "status", address)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"{address}: training\n")
+    logs = finish(tmp_path, "tahq", "logs", address, "--stage", "0")
+    assert logs.stdout.startswith(log.splitlines()[0])
+
+    assert finish(tmp_path, "tahq", "keygen", "--output", "other.secret").returncode == 0
+    refused = finish(tmp_path, "tahq", "stop", address, "--key", "other.secret")
+    assert refused.returncode == 2
+    assert "its key is not" in refused.stderr
+    owner = read_key_file(default_key_path()).public
+    for request in (ReadRun("metrics.jsonl", 0), StopRequest(OWNER, signal.SIGTERM.value)):
+        timing = {"shaping": Shaping(), "peer_timeout_s": 10, "heartbeat_s": 2}
+        client = ControlClient(address, "member", **timing, credentials=Credentials(member, owner))
+        with closing(client):
+            client.send(request)
+            assert client.recv(20) == Refuse("only a process with the coordinator's own key may read or stop the run")
+    assert launcher.poll() is None
+
+    stopped = finish(tmp_path, "tahq", "stop", address)
+    assert (stopped.returncode, launcher.wait(30)) == (0, 130), stopped.stderr
+    assert stopped.stdout == f"{address}: the run has stopped, and its coordinator has left\n"
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert (folder / "snapshots" / "latest").read_text() == f"step-{last:08d}\n"

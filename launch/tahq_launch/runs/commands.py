@@ -5,7 +5,12 @@ from typing import Annotated
 
 import typer
 
-from tahq_launch.command_line import Debug, Device, Json, RunName
+from tahq_launch.command_line import Debug, Device, Json, RunName, RunOrAddress
+
+Key = Annotated[
+    Path | None,
+    typer.Option("--key", metavar="FILE", help="At HOST:PORT: the coordinator's secret key. Default: this account's."),
+]
 
 
 def ps(
@@ -27,7 +32,7 @@ def ps(
     return 0
 
 
-def status(run: RunName, json_lines: Json = False, debug: Debug = False) -> int:
+def status(run: RunOrAddress, key: Key = None, json_lines: Json = False, debug: Debug = False) -> int:
     """Show how a run stands: stages, links, last checkpoint, and the bottleneck.
 
     Example: tahq status demo
@@ -36,6 +41,14 @@ def status(run: RunName, json_lines: Json = False, debug: Debug = False) -> int:
     from tahq_launch.runs.found import find_run
     from tahq_launch.runs.status import print_status
 
+    if ":" in run:
+        from tahq_launch.runs.at_address import is_address, remote_run
+
+        if is_address(run):
+            with remote_run(run, key) as remote:
+                remote.refresh()
+                print_status(RunFeed(remote.folder, is_written=lambda: True), run, as_json=json_lines)
+            return 0
     folder = find_run(run)
     check_run(folder)
     print_status(RunFeed(folder), str(folder), as_json=json_lines)
@@ -43,7 +56,7 @@ def status(run: RunName, json_lines: Json = False, debug: Debug = False) -> int:
 
 
 def logs(
-    run: RunName,
+    run: RunOrAddress,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new lines until the run ends. Default: those there are.")
     ] = False,
@@ -53,6 +66,7 @@ def logs(
     lines: Annotated[
         int | None, typer.Option("--lines", "-n", min=0, help="Print only so many of the last lines. Default: all.")
     ] = None,
+    key: Key = None,
     debug: Debug = False,
 ) -> int:
     """Print the logs of a run's launcher and stages, in the order of their times.
@@ -62,6 +76,19 @@ def logs(
     from tahq_launch.runs.found import find_run, writer_of
     from tahq_launch.runs.logs import print_logs
 
+    if ":" in run:
+        from tahq_launch.runs.at_address import is_address, remote_run
+
+        if is_address(run):
+            with remote_run(run, key) as remote:
+                print_logs(
+                    remote.folder,
+                    stage=stage,
+                    lines=lines,
+                    is_live=lambda: follow and not remote.is_over,
+                    refresh=lambda: remote.refresh(logs=True),
+                )
+            return 0
     folder = find_run(run)
     print_logs(
         folder,
@@ -74,10 +101,11 @@ def logs(
 
 
 def stop(
-    run: RunName,
+    run: RunOrAddress,
     now: Annotated[
         bool, typer.Option("--now", help="Stop at once. Default: finish the step and write a checkpoint.")
     ] = False,
+    key: Key = None,
     debug: Debug = False,
 ) -> int:
     """Stop a run as Ctrl-C does, and wait for its end; it can be resumed.
@@ -87,6 +115,12 @@ def stop(
     from tahq_launch.runs.found import find_run
     from tahq_launch.runs.stop import stop_run
 
+    if ":" in run:
+        from tahq_launch.runs.at_address import is_address, stop_at
+
+        if is_address(run):
+            stop_at(run, key, now=now)
+            return 0
     stop_run(find_run(run), now=now)
     return 0
 

@@ -1,6 +1,10 @@
 """Control messages between workers and the coordinator: frozen dataclasses of plain values (bytes: `encoding.py`)."""
 
 from dataclasses import dataclass, field
+from typing import Final
+
+OWNER: Final = -1
+"""The `stage` of a StopRequest that comes from the run's owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +371,10 @@ class NotKept:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """worker → coordinator: the person at this worker asked the run to stop in order."""
+    """worker → coordinator: the person at this worker asked the run to stop in order.
+
+    With stage `OWNER` it comes from the run's owner; a second one stops the run at once.
+    """
 
     stage: int
     signal_number: int
@@ -404,6 +411,33 @@ class Heartbeat:
     stage: int = -1
     step: int = -1
     activity: str = ""
+
+
+# Messages of the run's owner, a process with the coordinator's own key
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """owner → coordinator: send me lines of this file of the run's folder, from this byte on.
+
+    A negative `offset` means so many last bytes.
+    """
+
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunLines:
+    """coordinator → owner: whole lines, the byte behind them, and the file's size (-1: it may not or cannot be read).
+
+    `next_offset` is smaller than the offset that was asked for if the file was cut meanwhile.
+    """
+
+    file: str
+    text: str
+    next_offset: int
+    size: int
 
 
 # Messages of `tahq measure`
@@ -476,7 +510,7 @@ Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
-    | Abandon | Admit | NotKept | NoCheckpoint
+    | Abandon | Admit | NotKept | NoCheckpoint | ReadRun | RunLines
 )  # fmt: skip
 
 Order = Relink | Widen | Hold | Abandon | Published | Copy | Admit

@@ -12,7 +12,7 @@ import zmq
 
 from tahq.comm.control.client import CONTROL_IDENTITY
 from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
-from tahq.comm.control.messages import Abort, Bye, Message, Refuse, StartOver
+from tahq.comm.control.messages import Abort, Bye, Message, Refuse, RunLines, StartOver
 from tahq.comm.keys import KeyPair
 from tahq.comm.link.frame import Channel
 from tahq.comm.link.session import Session
@@ -32,8 +32,8 @@ from tahq.errors import RemoteProtocolError, TahqError
 _log = logging.getLogger(__name__)
 _HEARTBEATS_PER_TIMEOUT = 5
 MAX_STRANGERS = 512
-_FAREWELLS = Refuse | Abort | Bye | StartOver
-"""A worker that is sent one of these is no member any more."""
+_FAREWELLS = Refuse | Abort | Bye | StartOver | RunLines
+"""A peer that is sent one of these is no member, or no more."""
 LONGEST_ROUND_TRIP_S = 60.0
 
 
@@ -74,6 +74,7 @@ class ControlServer:
             UserError: the address is malformed, not this machine's, or in use.
         """
         self._clock = clock
+        self._own_key = keys.public if keys is not None else ""
         self._limits = SessionLimits(
             peer_timeout_s=_HEARTBEATS_PER_TIMEOUT * heartbeat_s,
             heartbeat_s=heartbeat_s,
@@ -132,6 +133,10 @@ class ControlServer:
         """The key that this worker has proved to have; "" without CURVE."""
         peer = self._peers.get(identity)
         return peer.end.peer_key if peer is not None else ""
+
+    def is_owner(self, identity: bytes) -> bool:
+        """Whether this peer has proved to have the coordinator's own key; never without CURVE."""
+        return bool(self._own_key) and self.public_key(identity) == self._own_key
 
     def close(self, linger_s: float = 1.0) -> None:
         """Release the socket when everything queued has gone, or after `linger_s`; safe to call twice."""
