@@ -32,6 +32,7 @@ from tahq_launch.init import init
 from tahq_launch.runs.commands import logs, ps, status, stop
 from tahq_launch.runs.commands import logs, ps, pull, status, stop
 from tahq_launch.runs.commands import evaluate, logs, ps, pull, status, stop
+from tahq_launch.joining.commands import allow, invite, join
 from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
 from tahq_launch.tool_commands import compare, doctor, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app
@@ -68,6 +69,7 @@ def launch(
 
     with placed_errors(cluster_yaml, overrides or ()):
         from tahq_launch.dashboard.process import check_installed
+        from tahq_launch.joining.gathered_machines import with_joined
         from tahq_launch.plan.first_plan import StoppedError, planned_start
         from tahq_launch.start.preflight import reachable_start, refuse
         from tahq_launch.start.prepared_run import StartRequest, with_run_name
@@ -81,6 +83,7 @@ def launch(
             from tahq_launch.start.launcher import launch as launch_run
 
             start = replace(start, overrides=with_run_name(cluster_yaml, start.overrides, resume=resume))
+            start = with_joined(start)
             try:
                 return launch_run(start if resume else planned_start(start))
             except StoppedError as stopped:
@@ -227,6 +230,7 @@ def coordinator(
     Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
     """
     from tahq.config.file import placed_errors
+    from tahq_launch.joining.gathered_machines import with_joined
     from tahq_launch.plan.first_plan import StoppedError, planned_start
     from tahq_launch.start.launcher import serve
     from tahq_launch.start.prepared_run import StartRequest, with_run_name
@@ -234,7 +238,7 @@ def coordinator(
     changes, program = tuple(overrides or ()), "tahq coordinator"
     request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program)
     with placed_errors(cluster_yaml, request.all_overrides):
-        request = replace(request, overrides=with_run_name(cluster_yaml, changes, resume=resume))
+        request = with_joined(replace(request, overrides=with_run_name(cluster_yaml, changes, resume=resume)))
         try:
             return serve(request if resume else planned_start(request, starts_workers=False))
         except StoppedError as stopped:

@@ -1,7 +1,7 @@
 """`links:` and `hosts:` of cluster.yaml, and the shaping of each stage's host that follows from them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Literal
@@ -284,10 +284,33 @@ def _kind_of_hosts(value: object) -> str:
     return "list" if isinstance(value, Sequence) and not isinstance(value, str) else "name"
 
 
+MOST_INVITED = 256
+
+
+def num_invited(hosts: object) -> int:
+    """How many machines ``{invited: 3}`` asks for; 0: this is another kind of `hosts`."""
+    if not isinstance(hosts, Mapping):
+        return 0
+    count = hosts.get("invited")
+    if list(hosts) != ["invited"] or type(count) is not int or not 1 <= count <= MOST_INVITED:
+        raise ValueError(
+            "expected local, namespaces, a list of machines, or {invited: 3}, with the number of machines that join by "
+            f"invite, 1 to {MOST_INVITED}"
+        )
+    return count
+
+
+def _machines(hosts: object) -> object:
+    """The machines of ``{invited: 3}`` before they have joined: nothing is known of them but their number."""
+    count = num_invited(hosts)
+    return [{"address": f"invited-{number}"} for number in range(1, count + 1)] if count else hosts
+
+
 Hosts = Annotated[
     Annotated[Literal["local", "namespaces"], Tag("name")]
     | Annotated[Annotated[list[MachineConfig], Field(min_length=1)], Tag("list")],
     Discriminator(_kind_of_hosts),
+    BeforeValidator(_machines),
 ]
 """`local`, `namespaces`, or the machines; discriminated by type, so that errors name the right one."""
 

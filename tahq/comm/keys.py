@@ -35,10 +35,14 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a worker needs to join: its own pair, and the public key of its coordinator."""
+    """What a worker needs to join: its own pair, and the public key of its coordinator.
+
+    With `is_invite` the pair is the one-time pair of an invite, which only serves to have another key admitted.
+    """
 
     own: KeyPair
     coordinator: str
+    is_invite: bool = False
 
 
 def new_key_pair() -> KeyPair:

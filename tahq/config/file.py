@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tahq.comm.config import MachineConfig
+from tahq.comm.config import MachineConfig, num_invited
 from tahq.comm.network_config import nearest
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError, brief
@@ -36,6 +36,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
     """
     values, origins = _read(path, overrides)
     return validated(ClusterConfig, values, origins, WRITTEN_BY_HAND)
+
+
+def invited_hosts(path: Path, overrides: Sequence[str] = ()) -> int:
+    """How many machines a valid cluster.yaml waits for (`hosts: {invited: 3}`); 0: it names its hosts."""
+    return num_invited(_read(path, overrides)[0].get("hosts"))
 
 
 @contextlib.contextmanager

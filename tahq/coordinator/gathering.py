@@ -4,8 +4,9 @@ Pure: nothing is sent. A worker that does not fit is refused alone, and the run 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tahq.comm.control.messages import Assign, Hello, Join, Refuse
+from tahq.comm.control.messages import Assign, Hello, Join, Redeem, Refuse
 from tahq.comm.topology import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import JournalFacts
@@ -33,7 +34,7 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     `key` is the worker's, `replaced` the seat whose worker it would replace. A spare that was given a stage may have
     another key than the worker of the stage's host.
     """
-    if refusal := other_version(options, join):
+    if refusal := other_version(options.version, join):
         return refusal
     if not 0 <= join.pid < MAX_PID:
         return Refuse(f"got process number {join.pid}, expected one below {MAX_PID}")
@@ -59,25 +60,42 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     )
 
 
-def other_version(options: CoordinatorOptions, join: Join) -> Refuse | None:
-    """Why a worker of another version than the coordinator's is refused; None: their versions agree."""
-    if is_same_source(join.version, options.version):
+def other_version(version: str, asking: Join | Redeem) -> Refuse | None:
+    """Why a worker of another version than the coordinator's `version` is refused; None: their versions agree."""
+    if is_same_source(asking.version, version):
         return None
-    revision = git_revision(options.version)
+    revision = git_revision(version)
     return Refuse(
-        f"this worker runs another version of tahq; on {brief(join.host)}, install the coordinator's: pip install "
+        f"this worker runs another version of tahq; on {brief(asking.host)}, install the coordinator's: pip install "
         f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/how-to/install.md)",
-        [["version", brief(join.version), f"{options.version} (coordinator)"]],
+        [["version", brief(asking.version), f"{version} (coordinator)"]],
     )
 
 
-def replaced_by(seats: Seats, identity: bytes, join: Join) -> Seat | None:
-    """The seat whose worker this worker replaces; None: it replaces no worker."""
+def with_own_stage(options: CoordinatorOptions, seats: Seats, join: Join, key: str) -> Join:
+    """JOIN with the stage that is kept for the worker's key, or one that is free for any key, if it names none."""
+    if join.stage != -1 or not key or not any(options.host_keys):
+        return join
+    kept = [seat.stage for seat in seats if key == (seat.given_to or options.host_keys[seat.stage])]
+    free = [stage for stage in seats.missing if not options.host_keys[stage] and not join.spare]
+    return replace(join, stage=next(iter([*kept, *free]), -1))
+
+
+def stands_by(options: CoordinatorOptions, seats: Seats, identity: bytes, join: Join, key: str) -> bool:
+    """Whether a spare without a stage has to wait: no stage is free for it, and it replaces no worker."""
+    if options.is_measuring:
+        return join.stage == -1 and bool(options.host_keys) and all(options.host_keys[n] for n in seats.missing)
+    return not is_free(seats, join.stage) and replaced_by(seats, identity, join, key) is None
+
+
+def replaced_by(seats: Seats, identity: bytes, join: Join, key: str) -> Seat | None:
+    """The seat whose worker this worker, which has this key, replaces; None: it replaces no worker."""
     if not 0 <= join.stage < len(seats) or not seats[join.stage].is_held:
         return None
     seat = seats[join.stage]
     follows = bool(join.worker_id) and join.worker_id == seat.worker_id
-    return seat if seat.identity != identity and (follows or join.takeover) else None
+    takes = join.takeover and (not join.spare or key == seat.public_key)
+    return seat if seat.identity != identity and (follows or takes) else None
 
 
 def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list[list[str]]:

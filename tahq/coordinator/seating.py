@@ -49,22 +49,24 @@ class Seating:
         The worker that holds the seat is replaced only by one that may have it.
         """
         seats, present = self._seats, self._seats.find(identity)
-        if join.spare and not self._ctx.options.is_measuring and not (present or gathering.is_free(seats, join.stage)):
+        key = self._ctx.server.public_key(identity)
+        join = gathering.with_own_stage(self._ctx.options, seats, join, key)
+        if join.spare and not present and gathering.stands_by(self._ctx.options, seats, identity, join, key):
             self._admit_spare(identity, join)
             return
         if join.spare and not (0 <= join.stage < len(seats) and seats[join.stage].given_to is not None):
             join = replace(join, spare=False)  # it is on the stage's own host
         if present is None:
-            self._seat(identity, join)
+            self._seat(identity, join, key)
         elif join.stage in (-1, present.stage):
             self._assign(present)
         else:
             reason = f"this worker already holds stage {present.stage}; start another for stage {join.stage}"
             self._refuse_join(identity, join, Refuse(reason))
 
-    def _seat(self, identity: bytes, join: Join) -> None:
-        options, seats, key = self._ctx.options, self._seats, self._ctx.server.public_key(identity)
-        replaced = gathering.replaced_by(seats, identity, join)
+    def _seat(self, identity: bytes, join: Join, key: str) -> None:
+        options, seats = self._ctx.options, self._seats
+        replaced = gathering.replaced_by(seats, identity, join, key)
         refusal = gathering.refusal(options, seats, join, key, replaced)
         if refusal is not None:
             self._refuse_join(identity, join, refusal)
@@ -89,7 +91,7 @@ class Seating:
 
     def _admit_spare(self, identity: bytes, join: Join) -> None:
         options, seats = self._ctx.options, self._seats
-        if refusal := gathering.other_version(options, join):
+        if refusal := gathering.other_version(options.version, join):
             self._refuse_join(identity, join, refusal)
             return
         is_new = seats.add_spare(identity, join, self._ctx.clock())
@@ -269,7 +271,7 @@ class Seating:
             spare = seats.spares.pop(next(iter(seats.spares)))
             self._ctx.warn(f"stage {seat.stage} is given to the spare worker {spare.name}; {seats.num_spares}")
             seat.given_to = self._ctx.server.public_key(spare.identity)
-            self._seat(spare.identity, replace(spare.join, stage=seat.stage))
+            self._seat(spare.identity, replace(spare.join, stage=seat.stage), seat.given_to)
 
     def wait_for(self, seat: Seat) -> None:
         """Wait for a stage's worker, which is expected to come by itself."""

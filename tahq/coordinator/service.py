@@ -45,6 +45,7 @@ from tahq.coordinator import copies, gathering, recovery
 from tahq.coordinator.context import MAX_TEXT_LENGTH, CoordinatorOptions, RunContext
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
+from tahq.coordinator.members import Admission
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.owner import run_lines
 from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name
@@ -98,6 +99,8 @@ class Coordinator:
     ) -> None:
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: workers are not started from here."""
+        self.admission: Admission | None = None
+        """Admits more keys while the run goes on; None: those of its start are all."""
         files, saved = dict(options.snapshot_files), options.codecs.saved
         origin = RestorePoint(options.start_step, options.snapshot, files, saved_codecs=saved)
         self._run = RunState(origin, clock(), options.epoch, options.next_sample)
@@ -142,6 +145,10 @@ class Coordinator:
     def address(self) -> str:
         """host:port that workers dial."""
         return self._ctx.server.address
+
+    def warn(self, text: str) -> None:
+        """Tell the user; the run's events keep it."""
+        self._ctx.warn(text)
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
@@ -197,6 +204,8 @@ class Coordinator:
             self._dispatch(identity, message)
         for refused in self._ctx.server.take_refused():
             self._ctx.warn(refused)
+        if self.admission is not None:
+            self.admission.look()
         if self._run.phase is not RunPhase.OVER:
             self._tick()
             self._take_signals()
@@ -211,7 +220,7 @@ class Coordinator:
             self._tick_beside()
 
     def _dispatch(self, identity: bytes, message: Message) -> None:
-        if self._run.phase is RunPhase.OVER:
+        if self._run.phase is RunPhase.OVER or (self.admission and self.admission.takes(identity, message)):
             return
         if isinstance(message, ReadRun) or (isinstance(message, StopRequest) and message.stage == OWNER):
             self._on_owner(identity, message)

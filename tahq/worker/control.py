@@ -56,6 +56,8 @@ from tahq.pipeline.step_meter import StepMeter
 from tahq.worker.assembly import Assembly, snapshots_folder
 
 log = logging.getLogger(__name__)
+PLANNING_S = 300.0
+"""How long a worker that joins again waits for its coordinator: between a measurement and its run, that plans."""
 M = TypeVar("M")
 N = TypeVar("N")
 O = TypeVar("O")  # noqa: E741
@@ -69,7 +71,8 @@ class WorkerOptions:
     can only dial out. Processes with the same `worker_id` are successors; with `takeover` this one takes its stage from
     the holder. Without `credentials` there is no CURVE. A `spare` waits for the stage of a lost host; a worker that
     `stands_by` wants its stage back, and becomes a spare if another has it. A worker that `replaces_host` was started
-    with --takeover, perhaps on another machine than its stage was planned for.
+    with --takeover, perhaps on another machine than its stage was planned for. `stage_by_key`: whenever this worker
+    joins, the coordinator gives it the stage that is kept for its key.
     """
 
     stage: int
@@ -83,6 +86,7 @@ class WorkerOptions:
     spare: bool = False
     stands_by: bool = False
     replaces_host: bool = False
+    stage_by_key: bool = False
 
 
 class WorkerControl:
@@ -115,6 +119,7 @@ class WorkerControl:
             shaping=Shaping(),
             peer_timeout_s=10.0,
             heartbeat_s=2.0,
+            connect_timeout_s=PLANNING_S if options.stands_by else 60.0,
             credentials=options.credentials,
             hooks=ControlHooks(
                 on_abort=lambda abort: interrupt(_aborted(abort)),
@@ -125,6 +130,8 @@ class WorkerControl:
         )
         self.send = self._client.send
         self.close = self._client.close
+        if options.stands_by:
+            self.set_timing(Shaping(), 10.0, PLANNING_S)
 
     @property
     def is_aborted(self) -> bool:

@@ -92,7 +92,8 @@ def run_worker(options: WorkerOptions) -> int:
         except StartOverError as error:
             worker.abandon()
             log.warning("joining again: %s", error)
-            options = replace(options, stage=worker.control.stage, takeover=False, stands_by=True)
+            stage = options.stage if options.stage_by_key else worker.control.stage
+            options = replace(options, stage=stage, takeover=False, stands_by=True)
         except TahqError as error:
             worker.report(error)
             raise

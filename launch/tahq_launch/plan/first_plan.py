@@ -191,7 +191,9 @@ def first_plan(
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
     whole = config
-    may_reorder = config.hosts != "local" and not (by_hand or start.keeps_order) and config.pipeline.replicas == 1
+    # invited machines get the stage that the plan gives their key
+    keeps_order = start.keeps_order or (by_hand and not start.joined)
+    may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
     config, cluster = one_replica(config), slowest_replica(config, cluster)
     try:
         config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)

@@ -14,17 +14,21 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from tahq.comm.control.messages import Welcome
 from tahq.comm.control.server import ControlServer
 from tahq.comm.zmq.addresses import WILDCARDS, format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
+from tahq.coordinator.members import Admission
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import Observers, watch_run
 from tahq_launch.command_line import announce
 from tahq_launch.dashboard.process import DashboardProcess
 from tahq_launch.plan.advice import advice
+from tahq_launch.start.local_checks import files_needed
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
+from tahq_launch.start.run_folder import members_of
 from tahq_launch.start.run_keys import PLAIN
 from tahq_launch.start.worker_command import (
     WorkerCommand,
@@ -90,7 +94,12 @@ def run_stages(
 
             hosts = stack.enter_context(open_hosts(prepared))
             forks.import_modules(modules_of_workers(prepared.config))
-        coordinator = make_coordinator(prepared, stack.enter_context(_listening(prepared, hosts)))
+        server = stack.enter_context(_listening(prepared, hosts))
+        coordinator = make_coordinator(prepared, server)
+        if prepared.keys is not None:
+            members = members_of(request.config_path if request.joined else prepared.folder.path)
+            welcome = Welcome(files_needed(prepared.config))
+            coordinator.admission = Admission(members, server, welcome, coordinator.warn)
         stack.enter_context(_signals_to(coordinator.request_stop))
         fleet = stack.enter_context(Fleet(coordinator.worker_exited, forks, prepared.config.run.restarts))
         if restarts_workers:
@@ -101,9 +110,9 @@ def run_stages(
                 command = worker_command(prepared, stage, address, hosts, debug=request.debug)
             if command is not None:
                 fleet.start(command, prepared.folder.stage_log(stage))
-            elif not request.joins_again:
+            elif not (request.joins_again or request.joined):
                 announce(_by_hand(prepared.config, stage, address))
-        if not request.joins_again:
+        if not (request.joins_again or request.joined):
             _announce_key(prepared)
         status = coordinator.run(fleet.tick)
         fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)

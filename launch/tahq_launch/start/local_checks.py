@@ -13,7 +13,7 @@ import torch
 
 from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
-from tahq.data.sources import as_patterns, find_files
+from tahq.data.sources import STDLIB, as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
 from tahq_launch.trackers import check_trackers
 
@@ -32,6 +32,17 @@ def check_local(config: ClusterConfig) -> None:
             raise error
     if config.hosts == "namespaces" and config.links.congestion_control is not None:
         _check_congestion_control(config.links.congestion_control)
+
+
+def files_needed(config: ClusterConfig) -> dict[str, list[str]]:
+    """Files that workers read, by key: the model's on all of them, the others on the first and the last stage."""
+    model, data = config.model.path, config.data
+    needed = {"model.path": [model] if model is not None else []}
+    needed["data.tokenizer"] = [data.tokenizer] if data.tokenizer not in ("bytes", model) else []
+    for key in _SUFFIXES:
+        patterns = as_patterns(getattr(data, key) or ())
+        needed[f"data.{key}"] = [pattern for pattern in patterns if (key, pattern) != ("text", STDLIB)]
+    return {key: paths for key, paths in needed.items() if paths}
 
 
 def is_end(config: ClusterConfig, stage: int) -> bool:

@@ -38,7 +38,7 @@ from tahq_launch.run_source import keep_source
 from tahq_launch.start.codec_choice import codec_options, recorded_replicas
 from tahq_launch.start.local_checks import check_reachable, warnings_about
 from tahq_launch.start.resolution import resolve_for_run, with_profile
-from tahq_launch.start.run_folder import RunFolder
+from tahq_launch.start.run_folder import RunFolder, members_of
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
 from tahq_launch.trackers import check_trackers
 
@@ -52,6 +52,7 @@ class StartRequest:
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
     `watch` is given the steps of each search for a schedule. `joins_again`: workers that were started by hand have
     measured, and join by themselves. `dashboard`: a page shows the run. `keeps_order`: no plan may reorder the hosts.
+    `joined` are overrides with the machines that have joined by invite: a later start finds them again by itself.
     """
 
     config_path: Path
@@ -66,12 +67,13 @@ class StartRequest:
     joins_again: bool = False
     dashboard: bool = False
     keeps_order: bool = False
+    joined: tuple[str, ...] = ()
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """`overrides`, and those that `bind` and `advertise` stand for."""
+        """`overrides`, those that `bind` and `advertise` stand for, and `joined`."""
         given = {"run.bind": self.bind, "run.advertise": self.advertise}
-        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None), *self.joined)
 
     @property
     def resume_command(self) -> str:
@@ -168,6 +170,8 @@ def prepared_run(
             if origin.snapshot and origin.next_sample is None:  # set aside newer checkpoints
                 turn_back(folder.snapshots, folder.path / origin.snapshot)
             _keep_config(folder, config, origin)
+            if request.joined and not folder.members.exists():
+                folder.members.symlink_to(members_of(request.config_path).path.absolute())
             damaged = [f"warning: {warning}" for warning in origin.warnings]
             gap = () if request.planned else expected_gap_lines(config)  # the lines of a plan include it
             notes = (*damaged, *origin.notes, *gap, *keep_source(folder, config), *warnings_about(config))

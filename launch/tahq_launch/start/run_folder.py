@@ -7,6 +7,7 @@
     events.jsonl     one object per event: a stage lost, another codec, a warning
     trace/           step-000010.json: traces of the steps of run.trace_steps
     journal.sqlite   state for a restarted coordinator
+    members.sqlite   keys admitted while it runs (`tahq allow`, `tahq invite`), if there are any
     network.json     under hosts: namespaces, the network and its measurements before each start
     source/          what `tahq export` needs of model.path and data.tokenizer
 
@@ -22,8 +23,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from tahq.coordinator.members import Members
 from tahq.errors import UserError
 from tahq.pipeline.checkpoint.manifest import LATEST, MANIFEST
+
+
+def members_of(target: Path) -> Members:
+    """The members of a cluster.yaml, in a file beside it, or of a run's folder."""
+    return Members(RunFolder(target).members if target.is_dir() else target.with_suffix(".members.sqlite"))
 
 
 class RunFolder:
@@ -35,6 +42,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.network = path / "network.json"
         self.journal = path / "journal.sqlite"
+        self.members = path / "members.sqlite"
         self.traces = path / "trace"
         self.snapshots = path / "snapshots"
         self.source = path / "source"
@@ -91,6 +99,20 @@ class RunFolder:
             lock.truncate(0)
             print(number, os.getpid(), end="", file=lock, flush=True)
             yield number
+
+
+def live_runs(folder: Path) -> list[Path]:
+    """The runs below a folder that a launcher or coordinator is writing."""
+    return [path.parent for path in sorted(folder.glob("*/.lock")) if _is_locked(path)]
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _recorded(lock: TextIO) -> tuple[int, str]:

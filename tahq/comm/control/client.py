@@ -328,9 +328,12 @@ def _refusal(outcome: Outcome, credentials: Credentials | None) -> str:
         return _NEEDS_CURVE
     if outcome is Outcome.NO_CURVE:
         return _HAS_NO_CURVE
+    if credentials.is_invite:
+        return "it does not know this invite, so the invite is of another coordinator or forged; ask for another"
+    own = credentials.own.public
     return (
-        f"it does not know this worker's key {credentials.own.public}; add that to security.allow of its "
-        f"cluster.yaml, or give this worker a key that is there (--key)"
+        f"it does not know this worker's key {own}; add that to security.allow of its cluster.yaml, or admit it to the "
+        f"run with `tahq allow {own}` there, or give this worker a key that is there (--key)"
     )
 
 
@@ -338,6 +341,8 @@ def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
     """Why the program at the coordinator's address hangs up; "" where it may be the network, or a dead tunnel."""
     if listener is Listener.CURVE and credentials is None:
         return _NEEDS_CURVE
+    if listener is Listener.CURVE and credentials is not None and credentials.is_invite:
+        return "its key is not the one in this invite, which another coordinator made; ask for another invite"
     if listener is Listener.CURVE and credentials is not None:
         whose = "this worker's own" if credentials.coordinator == credentials.own.public else "given"
         return (

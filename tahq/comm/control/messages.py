@@ -8,8 +8,29 @@ OWNER: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Redeem:
+    """invited machine → coordinator, over a connection with an invite's one-time key: let my own key join from now on.
+
+    `address` is the host name or IP address at which neighbours reach the machine.
+    """
+
+    public_key: str
+    host: str
+    address: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """coordinator → invited machine: your key may join from now on."""
+
+    needs: dict[str, list[str]] = field(default_factory=dict)
+    """Files that the run reads on its workers: by key of cluster.yaml, paths and globs."""
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
-    """worker → coordinator: I would like to be this stage (-1: any that is free)."""
+    """worker → coordinator: I would like to be this stage (-1: the one kept for my key, else any that is free)."""
 
     stage: int
     version: str
@@ -18,7 +39,7 @@ class Join:
     worker_id: str = ""
     """Names the successive processes of one worker: a new one takes the old one's place."""
     takeover: bool = False
-    """A person knows that the stage's holder is gone."""
+    """A person knows that the stage's holder is gone. With `spare`: I take it only from a holder with my key."""
     spare: bool = False
     """If the stage is taken, or is -1, I wait for the stage of a lost host."""
 
@@ -507,8 +528,9 @@ class PathsMeasured:
 
 
 Message = (
-    Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
-    | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
+    Redeem | Welcome | Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated
+    | Snapshotted | Traced | StopRequest | Failed | Abort | Bye | Heartbeat
+    | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
     | Abandon | Admit | NotKept | NoCheckpoint | ReadRun | RunLines
 )  # fmt: skip

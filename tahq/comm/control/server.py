@@ -98,6 +98,8 @@ class ControlServer:
         self._loop = EndpointLoop(reception, Shaping(), clock=clock)
         self.take_refused = gate.take_refused
         """Log lines about keys that were refused since the last call."""
+        self.allow = gate.allow
+        """Let the owner of this public key in from now on."""
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
         """Messages that have come, heartbeats included; waits up to `timeout_s` for the first."""
