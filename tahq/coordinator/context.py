@@ -79,6 +79,8 @@ class CoordinatorOptions:
     """The host of each stage, for messages; empty: as the workers name them."""
     host_keys: tuple[str, ...] = ()
     """The public key that each stage's worker must have, "" = any key that may join; empty: any."""
+    by_invite: bool = False
+    """Whether workers joined by invites: each gets the stage that is kept for its key."""
     name: str = "run"
     epoch: int = 1
     """Number of this start of the run: frames of other epochs are rejected."""
@@ -164,7 +166,8 @@ class RunContext:
         """The stages that the run waits for, and how to start the first of them; empty: it waits for none."""
         missing = self.seats.missing
         if self.run.phase is not RunPhase.CONNECTING and missing:
-            return f"{stage_list(missing)} (tahq-worker --stage {missing[0]} --peer {self.server.address})"
+            by_hand = f"tahq-worker --stage {missing[0]} --peer {self.server.address}"
+            return f"{stage_list(missing)} ({'tahq join' if self.options.by_invite else by_hand})"
         if self.run.phase is RunPhase.CONNECTING:
             late, doing = self.seats.before(SeatPhase.READY), ""
         else:

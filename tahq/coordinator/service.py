@@ -203,7 +203,8 @@ class Coordinator:
         for identity, message in heard or self._ctx.server.poll(POLL_S):
             self._dispatch(identity, message)
         for refused in self._ctx.server.take_refused():
-            self._ctx.warn(refused)
+            can_be = f"; `tahq allow KEY --run {self._ctx.options.run_folder}` admits it"
+            self._ctx.warn(refused if self.admission is None else refused + can_be)
         if self.admission is not None:
             self.admission.look()
         if self._run.phase is not RunPhase.OVER:
@@ -422,9 +423,12 @@ class Coordinator:
         self._seating.start_all_over(why)
 
     def _on_failed(self, seat: Seat, failed: Failed) -> None:
-        why = f"{seat.name}: {failed.message}"
+        why, options = f"{seat.name}: {failed.message}", self._ctx.options
         if self._run.phase in WITH_STEPS and seat.given_to is not None and seat.phase is not SeatPhase.READY:
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
+            return
+        if self._run.phase is RunPhase.JOINING and options.by_invite and failed.exit_status == UserError.exit_status:
+            self._seating.dismiss(seat, Refuse(f"{why}; correct that there, then `tahq join`"))
             return
         self._seats.leave(seat.stage, self._ctx.clock(), position=seat.position)
         self._abort(failed.exit_status if failed.exit_status in FAILURES else 1, why)

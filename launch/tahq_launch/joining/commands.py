@@ -27,7 +27,7 @@ def invite(
 
     Example: tahq invite cluster.yaml --count 3
     """
-    from tahq.config.file import placed_errors
+    from tahq.config.file import invited_hosts, placed_errors
     from tahq.units import parse_duration
     from tahq_launch.joining.gathered_machines import configured_for_invites, print_invites
     from tahq_launch.joining.invitation import make_invites
@@ -40,6 +40,10 @@ def invite(
     path, changes = RunFolder(target).config if target.is_dir() else target, tuple(overrides or ())
     with placed_errors(path, changes):
         config = configured_for_invites(path, changes)
+        if not (target.is_dir() or invited_hosts(path, changes)):
+            raise UserError(
+                "hosts: expected {invited: 3}, with the number of machines to wait for; or invite to a live RUN"
+            )
         print_invites(make_invites(config, members_of(target), count, lifetime_s), lifetime_s)
     return 0
 

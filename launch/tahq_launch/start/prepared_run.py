@@ -162,6 +162,7 @@ def prepared_run(
         if request.resume:
             config, origin = resumed(folder, given, journal)
         options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
+        options = replace(options, by_invite=bool(request.joined))
         if request.watch is not None and options.choose_schedule is not None:
             options = replace(options, choose_schedule=_watched(options.choose_schedule, request.watch))
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
