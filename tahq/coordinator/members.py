@@ -27,7 +27,8 @@ from tahq.errors import UserError, brief
 
 LOOK_EVERY_S = 0.5
 """How often a coordinator looks whether the file has changed."""
-_BUSY_S = 5.0
+_BUSY_S = 1.0
+"""How long a change waits for another program's; a coordinator's heartbeats wait as well."""
 _SHORT = 12
 """Digits of a key in messages."""
 _TABLES = """
@@ -175,8 +176,13 @@ class Admission:
         self._look_s = self._clock() + LOOK_EVERY_S
         if (stamp := self._members.stamp) == self._stamp:
             return
-        self._stamp, self._invites = stamp, self._members.invites
-        for key in (self._invites | self._members.all.keys()) - self._admitted:
+        try:
+            invites, keys = self._members.invites, self._members.all.keys()
+        except UserError as error:  # the run goes on with the members that it knows
+            self._tell_sometimes(str(error))
+            return
+        self._stamp, self._invites = stamp, invites
+        for key in (invites | keys) - self._admitted:
             self._server.allow(key)
             self._admitted.add(key)
 
@@ -194,28 +200,34 @@ class Admission:
 
     def _redeem(self, invite: str, asking: Redeem) -> Refuse | None:
         """Make the asking machine a member; the refusal if it may not be, None: it is."""
-        refusal = other_version(__version__, asking)
         host = asking.host if asking.host.isprintable() and len(asking.host) <= MAX_NAME_LENGTH else ""
         host = host or "a machine without a name"
+        refusal = other_version(__version__, asking)
         if refusal is None:
             try:
-                MachineConfig(address=asking.address)
-                member = Member(parse_public_key(asking.public_key), host, asking.address)
-            except ValidationError:
-                refusal = Refuse(f"got the address {brief(repr(asking.address))}; expected a host name or IP address")
-            except ValueError as error:
+                self._admit(invite, asking, host)
+            except (UserError, ValueError) as error:
                 refusal = Refuse(str(error))
-        if refusal is None:
-            is_new = member.key not in self._members.all
-            reason = self._members.redeem(invite, member)
-            if not reason:
-                self._look_s = 0.0
-                self.look()
-                if is_new:
-                    self._tell(f"{host} ({member.address}) was admitted by an invite; its key is {member.key}")
-                return None
-            refusal = Refuse(reason)
-        line = f"refused the invite of {host}: {refusal.reason}"
+        if refusal is not None:
+            self._tell_sometimes(f"refused the invite of {host}: {refusal.reason}")
+        return refusal
+
+    def _admit(self, invite: str, asking: Redeem, host: str) -> None:
+        """UserError, ValueError: why the machine is refused."""
+        try:
+            MachineConfig(address=asking.address)
+        except ValidationError:
+            raise ValueError(f"got the address {brief(repr(asking.address))}; expected a name or IP address") from None
+        member = Member(parse_public_key(asking.public_key), host, asking.address)
+        is_new = member.key not in self._members.all
+        if reason := self._members.redeem(invite, member):
+            raise UserError(reason)
+        self._look_s = 0.0
+        self.look()
+        if is_new:
+            self._tell(f"{host} ({member.address}) was admitted by an invite; its key is {member.key}")
+
+    def _tell_sometimes(self, line: str) -> None:
+        """A stranger may cause any number of these."""
         if self._refusals.warning(line):
             self._tell(line)
-        return refusal

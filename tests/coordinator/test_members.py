@@ -135,4 +135,5 @@ def test_member_that_lacks_a_file_is_refused_alone_and_the_others_wait_for_it(sc
 
     scene.when(lambda: bool(scene.server.told(lacking.identity, say.Assign)), fail_and_come_back)
     assert scene.run() == 0, scene.end.message
+    assert any("stages 0, 1, 2 (tahq join)" in missing for _, missing in scene.observer.of("phase_changed"))
     assert "data.text: no such file; correct that there, then `tahq join`" in scene.warnings()

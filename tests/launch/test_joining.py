@@ -5,10 +5,11 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,15 @@ def test_expired_forged_and_misdirected_invites_are_refused_on_both_sides(servin
     assert serving.heard == []
 
 
+def test_file_that_cannot_be_written_refuses_the_machine_and_does_not_end_the_run(serving):
+    invite = serving.invite()
+    with closing(sqlite3.connect(serving.members.path, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        assert "cannot write the members in" in refused(invite, OWN)
+    redeem(invite, OWN, None)
+    assert "cannot write the members in" in serving.told[0]
+
+
 def test_key_of_an_invite_is_not_a_workers(serving):
     invite = serving.invite()
     client = connected(serving.server.address, invite.keys)
@@ -338,6 +348,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.ci
 def test_three_invited_machines_are_measured_planned_and_trained_and_one_leaves_and_comes_back(tmp_path, start):
     """Each machine is a process with a home of its own; the one that leaves is killed with all that it has started."""
     sections = {

@@ -52,7 +52,7 @@ def join(
     invitation: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]",
+            metavar="INVITE",
             help="The word that `tahq invite` printed; -: read it from stdin. Default: come back to where this "
             "account joined last, by its key.",
         ),

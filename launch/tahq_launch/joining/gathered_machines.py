@@ -90,8 +90,9 @@ def _gathered(config: ClusterConfig, members: Members, count: int) -> list[Membe
     lacking = count - len(members.all) - members.num_open
     if lacking > 0:
         print_invites(make_invites(config, members, lacking, LIFETIME_S), LIFETIME_S)
-    elif members.num_open:
-        announce(f"{members.num_open} invites made earlier are still open; `tahq invite` makes more")
+    else:
+        known = f"{len(members.all)} machines are members, and {members.num_open} invites made earlier are open"
+        announce(f"{known}; `tahq invite` makes more")
     raise_descriptor_limit()
     run = config.run
     server = ControlServer(
