@@ -6,21 +6,20 @@ Pure: nothing is sent. A worker that does not fit is refused alone, and the run 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tahq.comm.control.messages import Assign, Hello, Join, Redeem, Refuse
+from tahq.comm.control.members import MAX_NAME_LENGTH, other_version
+from tahq.comm.control.messages import Assign, Hello, Join, Refuse
 from tahq.comm.topology import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import JournalFacts
 from tahq.coordinator.run_state import RunState
 from tahq.coordinator.seats import Seat, Seats
 from tahq.errors import ConfigError, brief
-from tahq.version import git_revision, is_same_source
+from tahq.version import is_same_source
 
 SHARED_FIELDS = ("tokenizer_hash", "data_hash", "num_train_samples")
 """Fields of HELLO that must be equal wherever they are not empty: a stage that needs no data leaves them empty."""
 
 MAX_PID = 1 << 31
-MAX_NAME_LENGTH = 255
-"""Of a host, as POSIX bounds it."""
 
 
 def is_free(seats: Seats, stage: int) -> bool:
@@ -57,18 +56,6 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     return Refuse(
         f"stage {stage} already has a worker: {seats[stage].name}; {free}if you know that it is gone, start this one "
         "with --takeover"
-    )
-
-
-def other_version(version: str, asking: Join | Redeem) -> Refuse | None:
-    """Why a worker of another version than the coordinator's `version` is refused; None: their versions agree."""
-    if is_same_source(asking.version, version):
-        return None
-    revision = git_revision(version)
-    return Refuse(
-        f"this worker runs another version of tahq; on {brief(asking.host)}, install the coordinator's: pip install "
-        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/how-to/install.md)",
-        [["version", brief(asking.version), f"{version} (coordinator)"]],
     )
 
 

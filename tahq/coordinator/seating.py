@@ -6,6 +6,7 @@ The decisions are in `gathering`, `recovery` and `copies`; this carries them out
 from collections.abc import Callable
 from dataclasses import replace
 
+from tahq.comm.control.members import other_version
 from tahq.comm.control.messages import (
     Admit,
     Failed,
@@ -91,7 +92,7 @@ class Seating:
 
     def _admit_spare(self, identity: bytes, join: Join) -> None:
         options, seats = self._ctx.options, self._seats
-        if refusal := gathering.other_version(options.version, join):
+        if refusal := other_version(options.version, join):
             self._refuse_join(identity, join, refusal)
             return
         is_new = seats.add_spare(identity, join, self._ctx.clock())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
+from tahq.comm.control.members import Admission
 from tahq.comm.control.messages import (
     OWNER,
     Abort,
@@ -45,7 +46,6 @@ from tahq.coordinator import copies, gathering, recovery
 from tahq.coordinator.context import MAX_TEXT_LENGTH, CoordinatorOptions, RunContext
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
-from tahq.coordinator.members import Admission
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.owner import run_lines
 from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name

@@ -9,7 +9,7 @@ import pytest
 from coordinator.conftest import VERSION, ScriptedWorker
 
 from tahq.comm.control import messages as say
-from tahq.coordinator.members import Member, Members
+from tahq.comm.control.members import Member, Members
 from tahq.errors import UserError
 
 INVITE, OTHER_INVITE = "11" * 32, "22" * 32
@@ -68,7 +68,7 @@ def test_key_is_allowed_once_and_only_this_account_reads_the_file(members):
 
 
 def test_file_that_is_damaged_or_locked_for_long_is_named(members, monkeypatch):
-    monkeypatch.setattr("tahq.coordinator.members._BUSY_S", 0.05)
+    monkeypatch.setattr("tahq.comm.control.members._BUSY_S", 0.05)
     holder = sqlite3.connect(members.path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     with pytest.raises(UserError, match=r"cannot write the members in .*locked"):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,24 @@ from support.processes import children, wait_until
 from support.runs import TINY, write_config
 from support.runs import start as start_program
 
+from tahq import __version__
 from tahq.comm.control.client import ControlClient
-from tahq.comm.control.messages import Heartbeat, Join, Message, Ready, Start, Welcome
+from tahq.comm.control.members import Admission, Members
+from tahq.comm.control.messages import Heartbeat, Join, Message, Ready, Redeem, Start, Welcome
 from tahq.comm.control.server import ControlServer
 from tahq.comm.keys import Credentials, KeyPair, new_key_pair, write_key_file
 from tahq.comm.link.shaping import Shaping
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
-from tahq.coordinator.members import Admission, Members
 from tahq.errors import ConfigError, ModelError, RefusedError, UserError
-from tahq_launch.joining.invitation import Invitation, address_of, make_invites, parse_invitation, reach_warning
-from tahq_launch.joining.last_joined import last_joined
+from tahq_launch.joining.invitation import (
+    Invitation,
+    address_of,
+    last_joined,
+    make_invites,
+    parse_invitation,
+    reach_warning,
+)
 from tahq_launch.joining.member import redeem
 from tahq_launch.start.run_folder import members_of
 
@@ -200,6 +208,27 @@ def test_key_of_an_invite_is_not_a_workers(serving):
     assert "an invite's key cannot be a worker's" in client.recv(SOON_S).reason
     client.close()
     assert serving.heard == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": "0.0.1"}, "runs another version of tahq"),
+        ({"address": "192.0.2.1:7701"}, "got the address '192.0.2.1:7701'"),
+        ({"public_key": "5f"}, "expected a public key of 64 hexadecimal digits"),
+        ({"host": "\x1b[2J" * 100}, ""),
+    ],
+    ids=["version", "address", "key", "name"],
+)
+def test_wrong_fields_are_refused_without_using_the_invite_up(serving, changes, reason):
+    invite = serving.invite()
+    client = connected(serving.server.address, invite.keys)
+    client.send(replace(Redeem(OWN.public, "host", "192.0.2.1", __version__), **changes))
+    reply = client.recv(SOON_S)
+    assert reason in reply.reason if reason else reply == Welcome({})
+    assert serving.members.num_open == bool(reason)
+    client.close()
+    assert all(line.isprintable() for line in serving.told)
 
 
 def test_recorded_connection_cannot_be_replayed(serving, caplog):

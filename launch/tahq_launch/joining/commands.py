@@ -87,8 +87,7 @@ def join(
     """
     from tahq.comm.keys import Credentials, default_key_path, read_or_make_key_file
     from tahq.comm.zmq.addresses import parse_address
-    from tahq_launch.joining.invitation import parse_invitation
-    from tahq_launch.joining.last_joined import last_joined
+    from tahq_launch.joining.invitation import last_joined, parse_invitation
     from tahq_launch.start import worker_lifetime
 
     for option, address in (("--bind", bind), ("--advertise", advertise)):

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from tahq import __version__
+from tahq.comm.control.members import Admission, Member, Members, other_version
 from tahq.comm.control.messages import Abort, Failed, Heartbeat, Join, Message, Refuse, StandBy, StartOver, Welcome
 from tahq.comm.control.server import ControlServer
 from tahq.comm.zmq.addresses import format_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import invited_hosts, load_config
-from tahq.coordinator.gathering import other_version
-from tahq.coordinator.members import Admission, Member, Members
 from tahq.errors import InterruptedRunError, UserError
 from tahq.units import WRITTEN_BY_HAND
 from tahq_launch.command_line import announce

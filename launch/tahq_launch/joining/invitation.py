@@ -1,4 +1,4 @@
-"""An invite as one word that fits into a chat message, and its making.
+"""An invite as one word that fits into a chat message, its making, and what a machine that has used one keeps.
 
 ``tahq-`` and base64url of: format (u8), the coordinator's public key (32 bytes), the invite's one-time secret key (32),
 port (u16, little-endian), host (UTF-8), and the first 4 bytes of BLAKE2b of all that.
@@ -9,12 +9,13 @@ import binascii
 import hashlib
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
-from tahq.comm.keys import KeyPair, key_pair_of, new_key_pair
+from tahq.comm.control.members import Members
+from tahq.comm.keys import KeyPair, default_key_path, key_pair_of, new_key_pair, parse_public_key
 from tahq.comm.zmq.addresses import LOOPBACK, format_address, local_address_towards, parse_address
 from tahq.config.cluster import ClusterConfig
-from tahq.coordinator.members import Members
 from tahq.errors import UserError
 from tahq_launch.start.run_keys import make_run_keys
 
@@ -107,3 +108,33 @@ def reach_warning(address: str) -> str:
             "run.advertise to the router's address"
         )
     return ""
+
+
+# -- where this account joined last, in a file without secrets beside its key ---------------------------
+
+
+def last_joined() -> tuple[str, str]:
+    """The coordinator's host:port and public key, where this account joined last; UserError if it has not."""
+    path = _joined_path()
+    try:
+        address, key = path.read_text(encoding="utf-8").split()
+        parse_address(address, str(path))
+        return address, parse_public_key(key)
+    except FileNotFoundError:
+        raise UserError("this account has not joined a run yet; give the invite: tahq join INVITE") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be used ({error}); give the invite again: tahq join INVITE") from None
+
+
+def note_joined(address: str, coordinator: str) -> None:
+    """Note the coordinator's host:port and public key; UserError if that cannot be written."""
+    path = _joined_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(f"{address} {coordinator}\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _joined_path() -> Path:
+    return default_key_path().with_name("joined")

@@ -13,8 +13,7 @@ from tahq.comm.zmq.addresses import local_address_towards, parse_address
 from tahq.errors import ModelError, PeerLostError, RefusedError
 from tahq.worker.control import WorkerOptions
 from tahq.worker.main import run_worker
-from tahq_launch.joining.invitation import Invitation
-from tahq_launch.joining.last_joined import note_joined
+from tahq_launch.joining.invitation import Invitation, note_joined
 
 log = logging.getLogger("tahq")
 

@@ -14,12 +14,12 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from tahq.comm.control.members import Admission
 from tahq.comm.control.messages import Welcome
 from tahq.comm.control.server import ControlServer
 from tahq.comm.zmq.addresses import WILDCARDS, format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
-from tahq.coordinator.members import Admission
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import Observers, watch_run

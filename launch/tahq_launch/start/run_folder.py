@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from tahq.coordinator.members import Members
+from tahq.comm.control.members import Members
 from tahq.errors import UserError
 from tahq.pipeline.checkpoint.manifest import LATEST, MANIFEST
 

@@ -18,17 +18,19 @@ from pydantic import ValidationError
 
 from tahq import __version__
 from tahq.comm.config import MachineConfig
-from tahq.comm.control.messages import Heartbeat, Message, Redeem, Refuse, Welcome
+from tahq.comm.control.messages import Heartbeat, Join, Message, Redeem, Refuse, Welcome
 from tahq.comm.control.server import ControlServer
 from tahq.comm.keys import parse_public_key
 from tahq.comm.zmq.monitor import RateLimitedLog
-from tahq.coordinator.gathering import MAX_NAME_LENGTH, other_version
 from tahq.errors import UserError, brief
+from tahq.version import git_revision, is_same_source
 
 LOOK_EVERY_S = 0.5
 """How often a coordinator looks whether the file has changed."""
 _BUSY_S = 1.0
 """How long a change waits for another program's; a coordinator's heartbeats wait as well."""
+MAX_NAME_LENGTH = 255
+"""Of a host, as POSIX bounds it."""
 _SHORT = 12
 """Digits of a key in messages."""
 _TABLES = """
@@ -231,3 +233,15 @@ class Admission:
         """A stranger may cause any number of these."""
         if self._refusals.warning(line):
             self._tell(line)
+
+
+def other_version(version: str, asking: Join | Redeem) -> Refuse | None:
+    """Why a worker of another version than the coordinator's `version` is refused; None: their versions agree."""
+    if is_same_source(asking.version, version):
+        return None
+    revision = git_revision(version)
+    return Refuse(
+        f"this worker runs another version of tahq; on {brief(asking.host)}, install the coordinator's: pip install "
+        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/install.md)",
+        [["version", brief(asking.version), f"{version} (coordinator)"]],
+    )
