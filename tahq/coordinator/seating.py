@@ -73,7 +73,8 @@ class Seating:
             self._refuse_join(identity, join, refusal)
             return
         if replaced is not None:
-            reason = "a person takes its stage over" if join.takeover else "it was started again"
+            is_taken = join.takeover and not options.by_invite
+            reason = "a person takes its stage over" if is_taken else "it was started again"
             self.lose(replaced.stage, f"{replaced.name}: {reason}", is_replaced=True)
         stage = join.stage if join.stage >= 0 else seats.missing[0]
         host = options.hosts[stage] if options.hosts and not join.spare else ""

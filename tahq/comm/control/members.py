@@ -170,6 +170,7 @@ class Admission:
         self._invites: frozenset[str] = frozenset()
         self._admitted: set[str] = set()
         self._refusals = RateLimitedLog(_log, clock=clock)
+        self.look()  # before the server answers the first connection
 
     def look(self) -> None:
         """Admit keys that were added to the file; call it often."""
