@@ -243,6 +243,6 @@ def other_version(version: str, asking: Join | Redeem) -> Refuse | None:
     revision = git_revision(version)
     return Refuse(
         f"this worker runs another version of tahq; on {brief(asking.host)}, install the coordinator's: pip install "
-        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/install.md)",
+        f"'git+https://…@{revision}', or in a clone git checkout {revision} (docs/how-to/install.md)",
         [["version", brief(asking.version), f"{version} (coordinator)"]],
     )
