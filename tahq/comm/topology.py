@@ -2,18 +2,20 @@
 
 Link c is the cut between chunk c and c + 1; chunk c is on stage c mod P, so with one chunk per stage it joins
 stage c and c + 1. The link of tied embeddings, if there is one, has the number P·v − 1 and joins stage 0 and stage
-P − 1. The stage of the later chunk dials the earlier one, unless that has no address: then the earlier one dials.
+P − 1. The stage of the later chunk dials the earlier one; if that cannot be dialled, the earlier one dials; if neither
+can be dialled, both dial a relay.
 
 R replicas of a pipeline have R·P stages, numbered through: stage s of replica r is r·P + s. The links of replica r
 follow those of replica r − 1; last come those over which a stage's replicas sum their gradients, one for each two.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from tahq.comm.config import LinkTransport
+from tahq.comm.relay.tickets import LOWER, UPPER
 from tahq.errors import ConfigError, UserError
 
 
@@ -30,6 +32,16 @@ class Endpoint:
     device: str = "cpu"
     public_key: str = ""
     """Of CURVE; empty: no CURVE."""
+    unreachable: Mapping[int, str] = field(default_factory=dict)
+    """Stages that cannot dial it, and why."""
+
+    def obstacle(self, dialler: "Endpoint") -> str:
+        """Why another cannot dial it; empty: it can."""
+        return self.unreachable.get(dialler.stage, "") if self.address else "it only dials out (advertise: none)"
+
+
+Ticket = Callable[[int, int], str]
+"""(link, LOWER or UPPER) -> what that end of a relayed link dials, as PLAN has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +127,16 @@ class Grid:
         return list(dict.fromkeys((names[lower], names[upper]) for lower, upper in ends))
 
 
-def plan_links(endpoints: Sequence[Endpoint], grid: Grid, inside: LinkTransport = "zmq") -> list[list[list[str | int]]]:
-    """Rows for each stage: link, peer stage, peer's host, address to dial or "", transport, peer's public key.
+def plan_links(
+    endpoints: Sequence[Endpoint], grid: Grid, inside: LinkTransport = "zmq", ticket: Ticket | None = None
+) -> list[list[list[str | int]]]:
+    """Rows for each stage, as in PLAN: link, peer stage, peer's host, what to dial, transport, peer's public key.
 
     Args:
         endpoints: all workers, by stage.
         grid: which of them are joined.
         inside: transport between two stages of one site.
+        ticket: gives links a relay whose ends cannot dial each other; None: there is no relay.
 
     Raises:
         UserError: neither end of a link can be dialled, or NCCL cannot join them; the message names both.
@@ -129,16 +144,29 @@ def plan_links(endpoints: Sequence[Endpoint], grid: Grid, inside: LinkTransport 
     rows: list[list[list[str | int]]] = [[] for _ in endpoints]
     for ends in grid.links():
         lower, upper = endpoints[ends.lower], endpoints[ends.upper]
-        if not lower.address and not upper.address:
+        transport, dials = _transport(lower, upper, inside), [upper.address, lower.address]
+        if not lower.obstacle(upper):
+            dials[LOWER] = ""
+        elif not upper.obstacle(lower):
+            dials[UPPER] = ""
+        elif ticket is not None:
+            transport, dials = "zmq", [ticket(ends.link, end) for end in (LOWER, UPPER)]
+        else:
             raise UserError(
-                f"link {ends.link} cannot be made: stage {lower.stage} ({lower.host}) and stage {upper.stage} "
-                f"({upper.host}) both only dial out; give one of them an address that the other reaches (advertise)"
+                f"link {ends.link} cannot be made: {obstacles(lower, upper)}; open the port of one of them, give it an "
+                "address that the other reaches (advertise), or set run.relay: auto"
             )
-        transport = _transport(lower, upper, inside)
-        dialled = "" if lower.address else upper.address
-        rows[lower.stage].append([ends.link, upper.stage, upper.host, dialled, transport, upper.public_key])
-        rows[upper.stage].append([ends.link, lower.stage, lower.host, lower.address, transport, lower.public_key])
+        rows[lower.stage].append([ends.link, upper.stage, upper.host, dials[LOWER], transport, upper.public_key])
+        rows[upper.stage].append([ends.link, lower.stage, lower.host, dials[UPPER], transport, lower.public_key])
     return rows
+
+
+def obstacles(lower: Endpoint, upper: Endpoint) -> str:
+    """Why neither of two workers can dial the other."""
+    return "; ".join(
+        f"stage {end.stage} ({end.host}) cannot be dialled from stage {other.stage}: {end.obstacle(other)}"
+        for end, other in ((lower, upper), (upper, lower))
+    )
 
 
 def _transport(lower: Endpoint, upper: Endpoint, inside: LinkTransport) -> LinkTransport:

@@ -78,6 +78,8 @@ class RunConfig(Section):
     base_port: int = Field(default=7700, ge=0, le=60_000)
     """With a list of hosts: the coordinator's port; the workers of each host have the next ones, 7701 and so on. 0:
     any free ports."""
+    relay: Literal["auto", "never"] | Annotated[int, Field(ge=1, le=65_535)] = "auto"
+    """Port on which the coordinator relays links whose ends cannot dial each other; auto: the one before its own."""
     device: Device = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto` (CUDA if there is any), for hosts that set no device."""
     threads: int | None = Field(default=None, ge=1, le=1024)

@@ -8,7 +8,8 @@ from typing import Literal
 from tahq.comm.config import LinkTransport
 from tahq.comm.control.messages import Abort, Bye, Message
 from tahq.comm.control.server import ControlServer
-from tahq.comm.topology import Grid
+from tahq.comm.relay.process import Relay
+from tahq.comm.topology import Grid, Ticket
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
@@ -75,6 +76,8 @@ class CoordinatorOptions:
     """The site of each stage, "" = its own; empty: each has its own."""
     inside: LinkTransport = "zmq"
     """The transport between neighbours of one site."""
+    tries_links: bool = False
+    """Whether neighbours first try which of them can dial the other."""
     hosts: tuple[str, ...] = ()
     """The host of each stage, for messages; empty: as the workers name them."""
     host_keys: tuple[str, ...] = ()
@@ -130,6 +133,14 @@ class RunContext:
     observer: RunObserver
     journal: Journal
     clock: Callable[[], float]
+    relay: Relay | None = None
+    """For links whose ends cannot dial each other; None: such a link is an error."""
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """Issues tickets for links over the relay in the run's present epoch; None: there is no relay."""
+        relay = self.relay
+        return None if relay is None else lambda link, end: relay.ticket(link, self.run.epoch, end)
 
     def send(self, seat: Seat, message: Message) -> None:
         """Send a message to a stage's worker, if it has one."""

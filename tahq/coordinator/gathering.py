@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from tahq.comm.control.members import MAX_NAME_LENGTH, other_version
 from tahq.comm.control.messages import Assign, Hello, Join, Refuse
-from tahq.comm.topology import Endpoint, Position, plan_links, total_steps
+from tahq.comm.topology import Endpoint, Position, Ticket, plan_links, total_steps
+from tahq.coordinator import reaching
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import JournalFacts
 from tahq.coordinator.run_state import RunState
@@ -188,13 +189,23 @@ def data_position(options: CoordinatorOptions, run: RunState, step: int) -> tupl
     return run.num_samples, (run.next_sample or 0) + (step - options.start_step) * options.training.global_batch
 
 
-def link_rows(options: CoordinatorOptions, seats: Seats) -> list[list[list[str | int]]]:
-    """PLAN's rows for each stage; UserError for two neighbours that cannot be connected as configured."""
-    return plan_links([_endpoint(options, seat) for seat in seats], options.grid, options.inside)
+def link_rows(options: CoordinatorOptions, seats: Seats, ticket: Ticket | None) -> list[list[list[str | int]]]:
+    """PLAN's rows for each stage; UserError for two neighbours that cannot be connected as configured.
+
+    `ticket` is for links whose ends cannot dial each other; None: there is no relay.
+    """
+    return plan_links(endpoints(options, seats), options.grid, options.inside, ticket)
 
 
-def _endpoint(options: CoordinatorOptions, seat: Seat) -> Endpoint:
+def endpoints(options: CoordinatorOptions, seats: Seats) -> list[Endpoint]:
+    """The workers of all stages as their neighbours see them."""
+    return [_endpoint(options, seats, seat) for seat in seats]
+
+
+def _endpoint(options: CoordinatorOptions, seats: Seats, seat: Seat) -> Endpoint:
     site = options.sites[seat.stage] if options.sites else ""
     if seat.hello is None:
         return Endpoint(seat.stage, seat.host, "", site)
-    return Endpoint(seat.stage, seat.host, seat.hello.address, site, seat.hello.device, seat.public_key)
+    unreachable = {other.stage: why for other in seats if (why := reaching.failure(other, seat))}
+    address, device = seat.hello.address, seat.hello.device
+    return Endpoint(seat.stage, seat.host, address, site, device, seat.public_key, unreachable)

@@ -53,7 +53,7 @@ class JournalFacts:
 
     `next_sample` is the number of the sample that `start_step` begins with, `num_train_samples` those of an epoch;
     `codecs` is what `LinkCodecs.saved` returned at `step`, `snapshot` its folder relative to the run's. If there is a
-    newer checkpoint, `newest` has its step, folder and files.
+    newer checkpoint, `newest` has its step, folder and files. `has_relay`: some links go over the coordinator's relay.
     """
 
     run_id: int
@@ -70,6 +70,7 @@ class JournalFacts:
     codecs: Mapping[str, Any] = field(default_factory=dict)
     newest: Mapping[str, Any] = field(default_factory=dict)
     is_over: bool = False
+    has_relay: bool = False
     format: int = FORMAT
 
 

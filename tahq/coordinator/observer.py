@@ -89,6 +89,8 @@ class LinkRecord:
     relative_error: float | None = None
     round_trip_s: float = 0.0
     """The shortest so far, of a heartbeat and its answer; 0: unknown."""
+    relayed_bytes: int = 0
+    """That the sender has sent over the relay since the step before, encryption and acknowledgements included."""
 
     @property
     def queued_s(self) -> float:
@@ -226,6 +228,11 @@ class StepRecord:
     def skipped_for(self) -> str:
         """Why it was skipped, if it was."""
         return "a replica lost a worker" if self.abandoned else "NaN or infinity"
+
+    @property
+    def relayed_bytes(self) -> int:
+        """Bytes that the relay's host has received, and sent on."""
+        return sum(link.relayed_bytes for link in self.links)
 
     @property
     def tokens_per_s(self) -> float:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from tahq.comm.control.messages import Commit, Plan, Relink
-from tahq.comm.topology import LinkEnds
+from tahq.comm.topology import LinkEnds, Ticket
 from tahq.coordinator import copies
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.gathering import data_position, link_rows
@@ -246,9 +246,11 @@ def fit_together(options: CoordinatorOptions, seats: Seats, stages: frozenset[in
     )
 
 
-def relinks(options: CoordinatorOptions, run: RunState, seats: Seats, stages: frozenset[int]) -> dict[int, Relink]:
+def relinks(
+    options: CoordinatorOptions, run: RunState, seats: Seats, stages: frozenset[int], ticket: Ticket | None = None
+) -> dict[int, Relink]:
     """RELINK for each neighbour of stages that come back; the run's epoch is that of their return."""
-    rows = link_rows(options, seats)
+    rows = link_rows(options, seats, ticket)
     orders = {}
     for stage in sorted({other for each in stages for _, other in links_of(options, each)} - stages):
         links = [(ends.link, other) for ends, other in links_of(options, stage) if other in stages]
@@ -258,9 +260,9 @@ def relinks(options: CoordinatorOptions, run: RunState, seats: Seats, stages: fr
     return orders
 
 
-def plans(options: CoordinatorOptions, run: RunState, seats: Seats) -> dict[int, Plan]:
+def plans(options: CoordinatorOptions, run: RunState, seats: Seats, ticket: Ticket | None = None) -> dict[int, Plan]:
     """PLAN for each stage that has said HELLO; UserError if two neighbours cannot be connected as configured."""
-    rows, orders = link_rows(options, seats), {}
+    rows, orders = link_rows(options, seats, ticket), {}
     is_new = run.returning is None
     since = partial(first_lacking, shares_updates=options.shares_updates)
     for seat in (seat for seat in seats if seat.phase is SeatPhase.GREETED):

@@ -3,7 +3,7 @@
 The decisions are in `gathering`, `recovery` and `copies`; this carries them out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tahq.comm.control.members import other_version
@@ -21,7 +21,8 @@ from tahq.comm.control.messages import (
     StartOver,
     Widen,
 )
-from tahq.coordinator import copies, gathering, recovery
+from tahq.comm.topology import obstacles
+from tahq.coordinator import copies, gathering, reaching, recovery
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.run_state import UNDER_WAY
@@ -41,6 +42,8 @@ class Seating:
     def __init__(self, ctx: RunContext, restart: Restart, settle: Callable[[], object]) -> None:
         self._ctx, self._run, self._seats = ctx, ctx.run, ctx.seats
         self._restart, self._settle = restart, settle
+        self.is_trying = False
+        """Whether it is not known yet which neighbours can dial each other."""
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -123,11 +126,38 @@ class Seating:
             self._ctx.warn(line)
         self._ctx.tell_phase()
 
+    def try_links(self) -> bool:
+        """Have neighbours find out which of them can dial the other; whether that is known of every link by now."""
+        options, seats = self._ctx.options, self._seats
+        for stage, order in reaching.order_tries(options, seats, self._ctx.clock()).items():
+            for peer, *_ in order.peers:
+                if seats[stage].public_key:
+                    self._ctx.send(seats[int(peer)], Admit([seats[stage].public_key]))
+            self._ctx.send(seats[stage], order)
+        self.is_trying = not reaching.are_settled(options, seats)
+        return not self.is_trying
+
     def plan(self) -> None:
         """Tell every stage that waits for its plan; UserError for neighbours that cannot be connected."""
-        for stage, order in recovery.plans(self._ctx.options, self._run, self._seats).items():
+        plans = recovery.plans(self._ctx.options, self._run, self._seats, self._ctx.ticket)
+        self._tell_relayed({int(row[0]) for order in plans.values() for row in order.links if "/" in str(row[3])})
+        for stage, order in plans.items():
             self._ctx.send(self._seats.advance(stage, SeatEvent.PLAN, self._ctx.clock()), order)
         self._run.returning = None
+
+    def _tell_relayed(self, links: Collection[int]) -> None:
+        """Tell the user which links go over the relay, and note for a later coordinator that there is one."""
+        if not links:
+            return
+        self._ctx.journal.note(has_relay=True)
+        workers = gathering.endpoints(self._ctx.options, self._seats)
+        for ends in self._ctx.options.grid.links():
+            if ends.link in links:
+                lower, upper = workers[ends.lower], workers[ends.upper]
+                self._ctx.warn(
+                    f"link {ends.link} between stage {lower.stage} ({lower.host}) and stage {upper.stage} "
+                    f"({upper.host}) is relayed through this machine: {obstacles(lower, upper)}"
+                )
 
     def ready(self, seat: Seat) -> None:
         """Note that a worker is connected; RemoteProtocolError if READY may not come now."""
@@ -294,10 +324,12 @@ class Seating:
         if not recovery.fit_together(ctx.options, seats, stages):
             self.roll_back("neighbours come back at different checkpoints")
             return
+        if not self.try_links():
+            return
         run.epoch += 1
         ctx.journal.note(epoch=run.epoch)
         run.returning = run.epoch
-        for stage, order in recovery.relinks(ctx.options, run, seats, stages).items():
+        for stage, order in recovery.relinks(ctx.options, run, seats, stages, ctx.ticket).items():
             seats[stage].relinking_since_s = ctx.clock()
             ctx.send(seats[stage], order)
         self._plan_if_linked()

@@ -101,6 +101,16 @@ class CopyOrder:
 
 
 @dataclass(slots=True, eq=False)
+class Try:
+    """A try of a worker to dial a neighbour at this address, ordered at `since_s`."""
+
+    address: str
+    since_s: float
+    failure: str | None = None
+    """Why it failed; empty: it has succeeded; None: it is not reported yet."""
+
+
+@dataclass(slots=True, eq=False)
 class Holder:
     """The part of a seat that belongs to its worker, and is reset when the worker leaves."""
 
@@ -123,6 +133,8 @@ class Holder:
     """Its PREPARE of the step that the run is at."""
     parts: dict[int, Snapshotted] = field(default_factory=dict)
     """Its parts of checkpoints that other stages have not completed, by step."""
+    tries: dict[int, Try] = field(default_factory=dict)
+    """Of dialling its neighbours, by stage."""
     relinking_since_s: float | None = None
     """When it was asked to make its links ready for a neighbour that returns; None: it has answered."""
 

@@ -40,9 +40,11 @@ from tahq.comm.control.messages import (
     StartOver,
     StopRequest,
     Traced,
+    Tried,
 )
 from tahq.comm.control.server import ControlServer
-from tahq.coordinator import copies, gathering, recovery
+from tahq.comm.relay.process import Relay
+from tahq.coordinator import copies, gathering, reaching, recovery
 from tahq.coordinator.context import MAX_TEXT_LENGTH, CoordinatorOptions, RunContext
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
@@ -82,6 +84,7 @@ class Coordinator:
         executor: runs `publish`, one call after the other; None: in a thread.
         measuring: what to do instead of a run once all workers are there; `options.is_measuring` tells the workers.
         journal: keeps this coordinator's decisions for its successor; one of the same run is continued.
+        relay: for links whose ends cannot dial each other, which `close` ends; None: there is none.
         clock: seconds, monotonic.
     """
 
@@ -95,6 +98,7 @@ class Coordinator:
         executor: Executor | None = None,
         measuring: Measuring | None = None,
         journal: Journal | None = None,
+        relay: Relay | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.restart: Restart | None = None
@@ -105,7 +109,7 @@ class Coordinator:
         origin = RestorePoint(options.start_step, options.snapshot, files, saved_codecs=saved)
         self._run = RunState(origin, clock(), options.epoch, options.next_sample)
         self._seats = Seats(options.num_stages, origin, clock(), options.replicas)
-        self._ctx = RunContext(options, self._run, self._seats, server, observer, journal or Journal(), clock)
+        self._ctx = RunContext(options, self._run, self._seats, server, observer, journal or Journal(), clock, relay)
         self._ctx.journal.wait = self._wait_for_journal
         self._training = Training(self._ctx, publish, executor)
         self._seating = Seating(
@@ -124,6 +128,7 @@ class Coordinator:
         self._leave_by_s = math.inf
         self._handlers: Mapping[type[Message], Callable[[Seat, Any], None]] = {
             Hello: self._on_hello,
+            Tried: self._on_tried,
             Ready: self._on_ready,
             Relinked: self._seating.relinked,
             Prepare: self._on_prepare,
@@ -184,6 +189,11 @@ class Coordinator:
             ctx.observer.ended(RunEnd(end.exit_status, end.message, run.step, run.num_steps, run.last_snapshot))
         return run.ending.exit_status
 
+    def close(self) -> None:
+        """End the relay, once the workers have left; safe to call twice."""
+        if self._ctx.relay is not None:
+            self._ctx.relay.close()
+
     # -- the loop --------------------------------------------------------------------------------
 
     def _lead(self) -> None:
@@ -219,6 +229,8 @@ class Coordinator:
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + POLL_S
             self._tick_beside()
+            if self._ctx.relay is not None and (death := self._ctx.relay.check()):
+                self._ctx.warn(death)
 
     def _dispatch(self, identity: bytes, message: Message) -> None:
         if self._run.phase is RunPhase.OVER or (self.admission and self.admission.takes(identity, message)):
@@ -273,6 +285,8 @@ class Coordinator:
             self._seating.lose(stage, why)
         self._check_silence(polled_s)
         self._seating.check_spares(polled_s)
+        if self._seating.is_trying:
+            self._connect_if_greeted()
         self._training.go_on_without_lost()
         recovery.check_deadlines(ctx.options, run, seats, polled_s, self.address)
 
@@ -330,6 +344,14 @@ class Coordinator:
 
     def _on_hello(self, seat: Seat, hello: Hello) -> None:
         self._seating.hello(seat, hello)
+        self._connect_if_greeted()
+
+    def _on_tried(self, seat: Seat, tried: Tried) -> None:
+        reaching.note_report(seat, tried)
+        self._connect_if_greeted()
+
+    def _connect_if_greeted(self) -> None:
+        """Have workers connect once all of them are there."""
         if self._run.phase is not RunPhase.JOINING:
             self._seating.bring_back()
             self._training.settle_copies()
@@ -346,6 +368,8 @@ class Coordinator:
         gathering.note_data(options, run, self._seats)
         if options.start_step >= run.num_steps:
             self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps are done"))
+            return
+        if not self._seating.try_links():
             return
         if not ctx.journal.is_of(options.run_id, options.config_hash):
             ctx.journal.begin(gathering.facts(options, run))
@@ -379,6 +403,8 @@ class Coordinator:
         """Continue the previous coordinator's run: one of its workers is alive."""
         run, options = self._run, self._ctx.options
         gathering.note_facts(options, run, self._ctx.journal.facts)
+        if self._ctx.relay is not None and self._ctx.journal.facts.has_relay:
+            self._ctx.relay.open()
         self._ctx.observer.planned(options.start_step, run.num_steps)
         self._ctx.advance(RunEvent.ALL_GREETED)
         self._training.begin()

@@ -221,7 +221,7 @@ class Training:
             skipped_in_a_row=run.skipped_in_a_row,
             stop=run.stop_signal is not None,
         )
-        record = self._record(commit, prepares, now_s - began_s)
+        record = self._with_relayed(self._record(commit, prepares, now_s - began_s))
         changes, rows = self._codecs.decide(record)
         commit = replace(commit, codecs=rows, complete_snapshot=run.base.step if run.base.snapshot else 0)
         schedule_change = self._schedule.decide(record)
@@ -244,6 +244,17 @@ class Training:
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
         if commit.stop:
             ctx.advance(RunEvent.LAST_COMMIT, self.owed)
+
+    def _with_relayed(self, record: StepRecord) -> StepRecord:
+        """With the bytes that each sender has sent over the relay since the step before."""
+        if self._ctx.relay is None:
+            return record
+        counts, all_ends = self._ctx.relay.take_counts(), self._ctx.options.grid.links()
+        links = (
+            replace(link, relayed_bytes=counts.get((link.link, int(link.sender != all_ends[link.link].lower)), 0))
+            for link in record.links
+        )
+        return replace(record, links=tuple(links))
 
     def _is_checkpoint_due(self, now_s: float) -> bool:
         every, run = self._ctx.options.checkpoint_every, self._run

@@ -134,6 +134,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
     )
     values: dict[str, Any] = {name: getattr(record, name) for name in names}
     values |= {
+        "relayed_bytes": record.relayed_bytes,
         "links": [_link_object(link) for link in record.links],
         "stages": [_stage_object(stage) for stage in record.stages],
         "codec_changes": [asdict(change) for change in record.codec_changes],
@@ -160,7 +161,7 @@ def _link_object(link: LinkRecord) -> dict[str, Any]:
     names = (
         *("frames", "payload_bytes", "wire_bytes", "elements"),
         *("busy_s", "sending_s", "queued_s", "idle_s", "wire_s"),
-        *("bits_per_element", "goodput_bits_per_s", "codec", "relative_error", "round_trip_s"),
+        *("bits_per_element", "goodput_bits_per_s", "codec", "relative_error", "round_trip_s", "relayed_bytes"),
     )
     ends = {"link": link.link, "from": link.sender, "to": link.receiver, "direction": link.direction}
     return ends | {name: getattr(link, name) for name in names}

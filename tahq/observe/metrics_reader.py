@@ -109,6 +109,7 @@ def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:
         direction=row["direction"],
         codec=str(row.get("codec", "")),
         round_trip_s=_seconds(row.get("round_trip_s", 0.0), "round_trip_s"),
+        relayed_bytes=_whole({"relayed_bytes": 0, **row}, "relayed_bytes"),
         **counts,
         **seconds,
     )

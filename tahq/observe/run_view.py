@@ -370,6 +370,6 @@ def _link_table(history: RunHistory, last: StepRecord) -> Table:
         sent = format_size(history.links.get((link.link, link.sender, link.receiver), link).wire_bytes)
         bits, step_s = f"{link.bits_per_element:.2f}", last.step_time_s
         shares = [figures.share(s / step_s) if step_s > 0 else "–" for s in (link.sending_s, link.queued_s)]
-        ends = f"{link.sender} → {link.receiver}"
+        ends = f"{link.sender} → {link.receiver}{' (relayed)' * (link.relayed_bytes > 0)}"
         table.add_row(ends, link.direction, sent, bits, figures.goodput(link), *shares)
     return table

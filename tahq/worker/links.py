@@ -26,15 +26,18 @@ from tahq.comm.control.messages import (
     Published,
     Relink,
     Relinked,
+    Tried,
+    TryPeers,
     Widen,
 )
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.inbound import memory_for
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.relay.tickets import RelayTicket, split_planned
 from tahq.comm.transport import Transport
 from tahq.comm.zmq.addresses import format_address, local_address_towards, unless_taken
-from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
+from tahq.comm.zmq.endpoint import Dial, EndpointSettings, ZmqEndpoint
 from tahq.comm.zmq.endpoint_loop import Trouble
 from tahq.comm.zmq.transport import Wanted, ZmqTransport
 from tahq.config.cluster import ClusterConfig
@@ -44,6 +47,8 @@ from tahq.worker.control import WorkerOptions
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message], None]
+TRY_S = 5.0
+"""How long a peer may take to answer when it is found out whether it can be dialled."""
 COPY_RATE_SHARE = 0.05
 """Share of this host's configured receiving rate that copies of checkpoints may take."""
 COPY_RATE_BITS_PER_S = 10e6
@@ -155,6 +160,21 @@ def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
     return COPY_RATE_SHARE * rate if rate < float("inf") else COPY_RATE_BITS_PER_S
 
 
+def try_peers(endpoint: ZmqEndpoint, stage: int, order: TryPeers, answer: Send) -> None:
+    """Dial all of these peers in threads of their own, which report the outcomes with `answer`."""
+
+    def try_one(peer_stage: int, address: str, key: str) -> None:
+        try:
+            failure = endpoint.dial_failure(address, key, TRY_S)
+        except TahqError as error:
+            failure = str(error)
+        _try_to_send(answer, Tried(stage, peer_stage, address, failure))
+
+    for peer_stage, address, key in order.peers:
+        peer = (int(peer_stage), str(address), str(key))
+        threading.Thread(target=try_one, args=peer, name=f"tahq-try-{peer_stage}", daemon=True).start()
+
+
 LinkOrder = Relink | Widen | Hold | Abandon | Published
 """Orders about links."""
 OpenGroup = Callable[[ZmqTransport, str, str], Transport]
@@ -164,10 +184,11 @@ OpenGroup = Callable[[ZmqTransport, str, str], Transport]
 class WorkerLinks:
     """Links to the neighbours, opened by the main thread; orders that arrive earlier are carried out then.
 
-    `answer` sends an answer to the coordinator, from any thread.
+    `answer` sends an answer to the coordinator, from any thread; `relay_host` is where this worker reaches its host.
     """
 
-    def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Send) -> None:
+    def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Send, relay_host: str) -> None:
+        self._relay_host = relay_host
         self._endpoint = endpoint
         self._stage = stage
         self._answer = answer
@@ -188,7 +209,7 @@ class WorkerLinks:
         self._endpoint.set_epoch(plan.epoch, plan.start_step)
         links: dict[int, ZmqTransport] = {}
         for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
-            names = (int(link), int(peer_stage), str(peer_name), str(dial), str(peer_key))
+            names = (int(link), int(peer_stage), str(peer_name), self._dial(str(dial)), str(peer_key))
             links[int(link)] = self._endpoint.open_link(*names, wanted.get(int(link), Wanted()))
         with self._lock:
             early, self._early = self._early or [], None
@@ -236,8 +257,16 @@ class WorkerLinks:
             return
         for link, _, peer_name, dial, _, peer_key in order.links:
             row = wanted[int(link)]
-            self._endpoint.relink(int(link), order.epoch, str(peer_name), str(dial), row, str(peer_key))
+            end = (str(peer_name), self._dial(str(dial)), row, str(peer_key))
+            self._endpoint.relink(int(link), order.epoch, *end)
         self._endpoint.after_that(answer)  # the new process may dial at once
+
+    def _dial(self, planned: str) -> Dial:
+        """What a plan says to dial, with the coordinator's host as this worker reaches it for the relay's."""
+        if "/" not in planned:
+            return planned
+        port, ticket = split_planned(planned)
+        return RelayTicket(format_address(self._relay_host, port), ticket)
 
 
 def _wanted(rows: Iterable[Sequence[int]]) -> dict[int, Wanted]:

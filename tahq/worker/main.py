@@ -33,9 +33,11 @@ from tahq.comm.control.messages import (
     Ready,
     Start,
     StopRequest,
+    TryPeers,
 )
 from tahq.comm.group.transport import GroupSpec, GroupTransport, open_group
 from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.addresses import parse_address
 from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.comm.zmq.files import pieces
 from tahq.comm.zmq.sockets import raise_descriptor_limit
@@ -62,7 +64,14 @@ from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.stage import Stage
 from tahq.worker.assembly import Assembly, compute_device, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions, WorkerTraining
-from tahq.worker.links import LinkOrder, WorkerLinks, control_shaping, copy_rate_bits_per_s, open_endpoint
+from tahq.worker.links import (
+    LinkOrder,
+    WorkerLinks,
+    control_shaping,
+    copy_rate_bits_per_s,
+    open_endpoint,
+    try_peers,
+)
 from tahq.worker.measuring import measure
 
 log = logging.getLogger(__name__)
@@ -149,7 +158,8 @@ class Worker:
             control.send(NoCheckpoint(control.stage, assign.start_step, str(error)))
             return control.receive(Bye).exit_status  # or StartOverError, at an older checkpoint
         assembly = Assembly.build(assign, config, device, control.working)
-        self._links = links = WorkerLinks(endpoint, assign.stage, control.send)
+        relay_host, _ = parse_address(options.peer, "coordinator")
+        self._links = links = WorkerLinks(endpoint, assign.stage, control.send, relay_host)
         control.send(assembly.greeting(endpoint.address, endpoint.address if config.run.copies else ""))
         control.working("waiting for the others")
         plan = control.receive(Plan, Bye)
@@ -244,6 +254,8 @@ class Worker:
     def _obey(self, order: Order) -> None:
         if isinstance(order, Admit) and self._endpoint is not None:
             self._endpoint.allow(order.public_keys)
+        if isinstance(order, TryPeers) and self._endpoint is not None:
+            try_peers(self._endpoint, self.control.stage, order, self.control.send)
         if isinstance(order, Copy | Published) and self._copies is not None:
             self._copies.obey(order)
         if isinstance(order, Abandon) and self._stage is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tahq.comm.control.members import Admission
 from tahq.comm.control.messages import Welcome
 from tahq.comm.control.server import ControlServer
+from tahq.comm.relay.process import Relay
 from tahq.comm.zmq.addresses import WILDCARDS, format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
@@ -96,6 +97,7 @@ def run_stages(
             forks.import_modules(modules_of_workers(prepared.config))
         server = stack.enter_context(_listening(prepared, hosts))
         coordinator = make_coordinator(prepared, server)
+        stack.callback(coordinator.close)
         if prepared.keys is not None:
             members = members_of(request.config_path if request.joined else prepared.folder.path)
             welcome = Welcome(files_needed(prepared.config))
@@ -137,7 +139,22 @@ def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: 
         observer = Observers([TrackerProcess(prepared.config, prepared.options.run_id, observer.warned), observer])
     for line in prepared.notes:
         announce(line)
-    return Coordinator(prepared.options, server, observer, journal=prepared.journal)
+    return Coordinator(prepared.options, server, observer, journal=prepared.journal, relay=_relay(prepared, server))
+
+
+def _relay(prepared: PreparedRun, server: ControlServer) -> Relay | None:
+    """The relay of a run on machines that may not reach each other, which is not started yet."""
+    config, keys, folder = prepared.config, prepared.keys, prepared.folder
+    if config.run.relay == "never" or config.hosts == "namespaces":
+        return None
+    return Relay(
+        parse_address(config.run.bind, "run.bind")[0],
+        server.port - 1 if config.run.relay == "auto" else config.run.relay,
+        secret="" if keys is None else keys.coordinator.secret,
+        run_id=prepared.options.run_id,
+        num_links=len(prepared.options.grid.links()),
+        log=folder.logs / "relay.log",
+    )
 
 
 @contextlib.contextmanager

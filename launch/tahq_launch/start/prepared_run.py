@@ -221,6 +221,7 @@ def _coordinator_options(
         chunks_per_stage=config.pipeline.chunks,
         sites=config.sites,
         inside=config.links.inside,
+        tries_links=config.hosts != "namespaces",
         hosts=tuple(host.address for host in hosts),
         host_keys=tuple(host.public_key or "" for host in hosts),
         name=run.name,

@@ -112,11 +112,32 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class TryPeers:
+    """coordinator → worker: find out whether these peers can be dialled, all at the same time.
+
+    A row of `peers` is [stage, host:port, public key or "" without CURVE]. Each is answered with TRIED.
+    """
+
+    peers: list[list[str | int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """worker → coordinator: a peer of `TryPeers` can be dialled at this address, or `failure` says why not."""
+
+    stage: int
+    peer_stage: int
+    address: str
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """coordinator → worker: all have joined; these are your links.
 
     A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled, transport of its frames
-    (zmq, gloo or nccl), the peer's public key or "" without CURVE].
+    (zmq, gloo or nccl), the peer's public key or "" without CURVE]. The address of a link over the relay is
+    "PORT/TICKET": the port is of the coordinator's host, and both ends dial it (`tahq/comm/relay`).
     """
 
     epoch: int
@@ -532,8 +553,8 @@ Message = (
     | Snapshotted | Traced | StopRequest | Failed | Abort | Bye | Heartbeat
     | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
-    | Abandon | Admit | NotKept | NoCheckpoint | ReadRun | RunLines
+    | Abandon | Admit | NotKept | NoCheckpoint | ReadRun | RunLines | TryPeers | Tried
 )  # fmt: skip
 
-Order = Relink | Widen | Hold | Abandon | Published | Copy | Admit
+Order = Relink | Widen | Hold | Abandon | Published | Copy | Admit | TryPeers
 """Messages that may come at any time, which a worker carries out beside its work."""

@@ -90,7 +90,8 @@ class ControlServer:
         router = open_router(self._context, self._limits.peer_timeout_s)
         gate = Gate(router, keys, allowed, where="coordinator", clock=clock)
         try:
-            self.address = advertised_address(bind, bind_router(router, bind, "coordinator"), advertise)
+            self.port = bind_router(router, bind, "coordinator")
+            self.address = advertised_address(bind, self.port, advertise)
         except BaseException:
             self._context.destroy(linger=0)
             raise

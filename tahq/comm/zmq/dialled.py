@@ -53,7 +53,10 @@ _OBSTACLES = {
 
 
 class Dialled:
-    """A DEALER, not connected yet, which it connects to `address` (host:port); after that used by one thread."""
+    """A DEALER, not connected yet, which it connects to `address` (host:port); after that used by one thread.
+
+    A ZMQ `endpoint` replaces the address where that is not what the socket connects to.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Dialled:
         end: "LinkEnd",
         connection: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        endpoint: str = "",
     ) -> None:
         self.socket = socket
         self.address = address
@@ -80,7 +84,7 @@ class Dialled:
         self._is_undecided = False
         self._warnings = RateLimitedLog(_log, clock=clock)
         self._monitor = Monitor(socket, *_KINDS)
-        self._endpoint = f"tcp://{address}"
+        self._endpoint = endpoint or f"tcp://{address}"
         socket.connect(self._endpoint)
 
     @property

@@ -31,6 +31,8 @@ from tahq.comm.link.spec import (
     PeerIdentity,
     SessionLimits,
 )
+from tahq.comm.link.transitions import End
+from tahq.comm.relay.tickets import RelayTicket
 from tahq.comm.zmq import files
 from tahq.comm.zmq.addresses import advertised_address, bind_router, format_address, parse_address
 from tahq.comm.zmq.dialled import Dialled
@@ -44,6 +46,8 @@ from tahq.comm.zmq.transport import ALL, MAX_MESSAGE_NBYTES, DataEnd, LinkEnd, W
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 _log = logging.getLogger(__name__)
+Dial = str | RelayTicket
+"""A peer's host:port, "" for a peer that dials, or this end's ticket at the relay."""
 _HOLD_S = 3.0
 """How long a peer that has its plan already waits until this end has it too."""
 
@@ -138,7 +142,7 @@ class ZmqEndpoint:
         self._first_step = first_step
 
     def open_link(
-        self, link: int, peer_stage: int, peer_name: str, dial: str, peer_key: str = "", wanted: Wanted = ALL
+        self, link: int, peer_stage: int, peer_name: str, dial: Dial, peer_key: str = "", wanted: Wanted = ALL
     ) -> ZmqTransport:
         """A link to a neighbour; returns before it is connected.
 
@@ -146,12 +150,12 @@ class ZmqEndpoint:
             link: the link's number, the same at both ends.
             peer_stage: the stage at the other end.
             peer_name: what messages call the peer's host.
-            dial: the peer's host:port, or "" to be dialled; exactly one end dials.
+            dial: the peer's host:port, or "" to be dialled; exactly one end dials. Over a relay both have tickets.
             peer_key: its public key, the only one accepted on this link. "" without CURVE.
             wanted: which frames the peer wants.
 
         Raises:
-            UserError: `dial` is malformed, or is "" where nothing listens.
+            UserError: `dial` is malformed, or is no address where nothing listens.
         """
         if self._is_closed:
             raise LocalProtocolError("the endpoint is closed")
@@ -170,7 +174,7 @@ class ZmqEndpoint:
             end.inbox.abort(self._aborted)
         return self._links[link]
 
-    def relink(self, link: int, epoch: int, peer_name: str, dial: str, wanted: Wanted, peer_key: str = "") -> None:
+    def relink(self, link: int, epoch: int, peer_name: str, dial: Dial, wanted: Wanted, peer_key: str = "") -> None:
         """Join a link that is open to another process, which has taken its peer's place; any thread may call it.
 
         What the old one has sent stays; what the new one wants again is sent from the log. Frames of the epochs before
@@ -217,9 +221,16 @@ class ZmqEndpoint:
         if bool(peer_key) != (self._keys is not None):
             raise LocalProtocolError(f"link {link} to {peer_name}: CURVE is on at one end and off at the other")
 
-    def _dial_all(self, end: LinkEnd, address: str, peer_key: str) -> list[Dialled]:
-        count = self._limits.connections if address else 0
-        return [self._dial(end, address, peer_key, connection) for connection in range(count)]
+    def _dial_all(self, end: LinkEnd, dial: Dial, peer_key: str) -> list[Dialled]:
+        connections = range(self._limits.connections if dial else 0)
+        if isinstance(dial, RelayTicket):
+            return [self._dial_relay(end, dial, peer_key, connection) for connection in connections]
+        return [self._dial(end, dial, peer_key, connection) for connection in connections]
+
+    def _dial_relay(self, end: LinkEnd, relay: RelayTicket, peer_key: str, connection: int) -> Dialled:
+        dealer = open_dealer(self._context, b"tahq", self._limits.peer_timeout_s, self._keys, peer_key, relay)
+        address = f"the peer over {relay}"
+        return Dialled(dealer, address, end, connection, endpoint=relay.endpoint(connection))
 
     def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int = 0) -> Dialled:
         canonical = format_address(*parse_address(address, str(end.spec)))
@@ -250,15 +261,33 @@ class ZmqEndpoint:
     @contextmanager
     def fetching(self, source: FileSource) -> Iterator[FetchingEnd]:
         """A link for files to a worker; returns before it is connected. Any thread may call it."""
-        if self._is_closed:
-            raise PeerLostError(f"{source}: this worker is leaving")
-        if bool(source.public_key) != (self._keys is not None):
-            raise RemoteProtocolError(f"{source}: CURVE is on at one end and off at the other")
         spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=True, title=str(source))
         end = FetchingEnd(spec, self._files_session(spec), source.public_key, self._send_piece)
-        self._loop.open(end, [self._dial(end, source.address, source.public_key)])
-        try:
+        with self._visiting(end, source.address):
             yield end
+
+    def dial_failure(self, address: str, public_key: str, timeout_s: float) -> str:
+        """Why the owner of a key cannot be dialled at host:port; empty: it can. Blocks; any thread may call it.
+
+        Raises:
+            TahqError: this worker is leaving, or the address or the key cannot be used.
+        """
+        spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=True, title=f"trying {address}")
+        end = TryingEnd(spec, self._files_session(spec), public_key)
+        with self._visiting(end, address):
+            end.met.wait(timeout_s)
+            has_met = end.session.remote is End.OPEN
+        return "" if has_met else end.obstacle or f"no answer in {timeout_s:g} s"
+
+    @contextmanager
+    def _visiting(self, end: LinkEnd, address: str) -> Iterator[None]:
+        if self._is_closed:
+            raise PeerLostError(f"{end.spec}: this worker is leaving")
+        if bool(end.peer_key) != (self._keys is not None):
+            raise RemoteProtocolError(f"{end.spec}: CURVE is on at one end and off at the other")
+        self._loop.open(end, [self._dial(end, address, end.peer_key)])
+        try:
+            yield
         finally:
             self._loop.submit(end, partial(self._loop.leave, end))
 
@@ -322,6 +351,15 @@ class ZmqEndpoint:
                 link.end.log.close()
 
 
-def _spec(link: int, peer_stage: int, peer_name: str, dial: str) -> LinkSpec:
+class TryingEnd(LinkEnd):
+    """A link that only shows whether a worker can be dialled."""
+
+    is_temporary = True
+    warns = False
+
+
+def _spec(link: int, peer_stage: int, peer_name: str, dial: Dial) -> LinkSpec:
+    if isinstance(dial, RelayTicket):
+        return LinkSpec(link, peer_stage, f"{peer_name} over {dial}", dial.dials)
     name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
     return LinkSpec(link, peer_stage, name, dials=bool(dial))

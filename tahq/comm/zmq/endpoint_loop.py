@@ -23,6 +23,7 @@ from tahq.comm.link.transitions import End
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, take_messages
+from tahq.comm.zmq.sockets import peer_key
 from tahq.comm.zmq.transport import Arrival, LinkEnd, LinkSockets
 from tahq.errors import RemoteProtocolError, TahqError, UserError
 
@@ -104,7 +105,7 @@ class EndpointLoop:
 
     def open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
         """Take over a link, with its connections if it is dialled from here, else none."""
-        if not dealers and self._reception is None:
+        if not end.spec.dials and self._reception is None:
             raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
         self.submit(end, partial(self._open, end, dealers))
 
@@ -194,6 +195,8 @@ class EndpointLoop:
                 self._wait_set.add(dealer.events, partial(self._guard, end, dealer.look))
                 self._wait_set.add(dealer.socket, partial(self._receive, wire, connection, dealer.socket))
             self._wires.append(wire)
+            if end.peer_key and not end.spec.dials and self._reception is not None:
+                self._reception.gate.allow(end.peer_key)
         elif self._reception is not None:
             wire, arrivals = self._reception.open(end)
             self._wires.append(wire)
@@ -306,7 +309,9 @@ class EndpointLoop:
                 self._arrive(arrival)
 
     def _arrive_from(self, wire: LinkSockets, connection: int, parts: list[zmq.Frame]) -> None:
-        if len(parts) == 2:
+        if wire.is_dialled and not wire.end.spec.dials and peer_key(parts[0]) != wire.end.peer_key:
+            _log.warning("%s: dropped a message of a member with another key", wire.end.spec)
+        elif len(parts) == 2:
             self._arrive(Arrival(wire, connection, *parts))
         else:
             wire.end.fail(RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))

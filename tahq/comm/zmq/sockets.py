@@ -14,6 +14,7 @@ import zmq
 
 from tahq.comm.keys import KeyPair
 from tahq.comm.link.frame import MAX_PIECE_NBYTES
+from tahq.comm.relay.tickets import RelayTicket
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.errors import UserError
 
@@ -38,17 +39,29 @@ def open_router(context: zmq.Context[Socket], peer_timeout_s: float) -> Socket:
 
 
 def open_dealer(
-    context: zmq.Context[Socket], name: bytes, peer_timeout_s: float, keys: KeyPair | None, server_key: str
+    context: zmq.Context[Socket],
+    name: bytes,
+    peer_timeout_s: float,
+    keys: KeyPair | None,
+    server_key: str,
+    relay: RelayTicket | None = None,
 ) -> Socket:
-    """A DEALER, not connected yet; `server_key` is the peer's public key where `keys`, our own, are given."""
+    """A DEALER, not connected yet; `server_key` is the peer's public key where `keys`, our own, are given.
+
+    Over a relay both ends are DEALERs; the one that does not take the part of the dialling end is CURVE's server.
+    """
     dealer = _socket(context, zmq.DEALER, peer_timeout_s)
     # Unguessable, so that a stranger cannot take a peer's place by its routing id.
     dealer.setsockopt(zmq.ROUTING_ID, name[:200] + b"#" + os.urandom(12).hex().encode())
     dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
     limit_handshakes(dealer)
-    if keys is not None:
+    if relay is not None:
+        dealer.setsockopt_string(zmq.SOCKS_PROXY, relay.address)
+    if keys is not None and (relay is None or relay.dials):
         dial_curve(dealer, keys, server_key)
+    elif keys is not None:
+        serve_curve(dealer, keys)
     return dealer
 
 
