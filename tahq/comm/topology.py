@@ -153,18 +153,23 @@ def plan_links(
             transport, dials = "zmq", [ticket(ends.link, end) for end in (LOWER, UPPER)]
         else:
             raise UserError(
-                f"link {ends.link} cannot be made: {obstacles(lower, upper)}; open the port of one of them, give it an "
-                "address that the other reaches (advertise), or set run.relay: auto"
+                f"{link_name(ends.link, lower, upper)} cannot be made: {obstacles(lower, upper)}; open the port of one "
+                "of them, give it an address that the other reaches (advertise), or set run.relay: auto"
             )
         rows[lower.stage].append([ends.link, upper.stage, upper.host, dials[LOWER], transport, upper.public_key])
         rows[upper.stage].append([ends.link, lower.stage, lower.host, dials[UPPER], transport, lower.public_key])
     return rows
 
 
+def link_name(link: int, lower: Endpoint, upper: Endpoint) -> str:
+    """``link 0 between stage 0 (host) and stage 1 (host)``."""
+    return f"link {link} between " + " and ".join(f"stage {end.stage} ({end.host})" for end in (lower, upper))
+
+
 def obstacles(lower: Endpoint, upper: Endpoint) -> str:
     """Why neither of two workers can dial the other."""
     return "; ".join(
-        f"stage {end.stage} ({end.host}) cannot be dialled from stage {other.stage}: {end.obstacle(other)}"
+        f"stage {end.stage} cannot be dialled from stage {other.stage}: {end.obstacle(other)}"
         for end, other in ((lower, upper), (upper, lower))
     )
 

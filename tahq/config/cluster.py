@@ -220,8 +220,10 @@ class ClusterConfig(Section):
         assert isinstance(self.hosts, list), "only listed hosts have addresses"
         host = self.hosts[stage]
         name, _, port = host.bind.rpartition(":")
+        if name == "0.0.0.0" and ":" in host.address:
+            name = "[::]"
         if int(port) or not self.run.base_port or host.address.startswith(LOOPBACK):
-            return host.bind
+            return f"{name}:{port}"
         before = sum(other.address == host.address for other in self.hosts[:stage])
         return f"{name}:{self.run.base_port + 1 + before}"
 

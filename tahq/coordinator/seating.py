@@ -21,7 +21,7 @@ from tahq.comm.control.messages import (
     StartOver,
     Widen,
 )
-from tahq.comm.topology import obstacles
+from tahq.comm.topology import link_name, obstacles
 from tahq.coordinator import copies, gathering, reaching, recovery
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import JournalledHolder
@@ -154,10 +154,8 @@ class Seating:
         for ends in self._ctx.options.grid.links():
             if ends.link in links:
                 lower, upper = workers[ends.lower], workers[ends.upper]
-                self._ctx.warn(
-                    f"link {ends.link} between stage {lower.stage} ({lower.host}) and stage {upper.stage} "
-                    f"({upper.host}) is relayed through this machine: {obstacles(lower, upper)}"
-                )
+                name = link_name(ends.link, lower, upper)
+                self._ctx.warn(f"{name} is relayed through this machine: {obstacles(lower, upper)}")
 
     def ready(self, seat: Seat) -> None:
         """Note that a worker is connected; RemoteProtocolError if READY may not come now."""

@@ -1,5 +1,7 @@
 """Which end of a link dials, its transport, and how long a run is."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,9 +37,30 @@ def test_higher_stage_dials_unless_the_lower_one_only_dials_out(addresses, rows)
     assert plan_links(endpoints(*addresses), Grid(len(addresses))) == rows
 
 
-def test_pair_that_only_dials_out_is_refused_with_both_names():
-    with pytest.raises(UserError, match=r"link 1 .* stage 1 \(host1\) and stage 2 \(host2\)"):
+def test_pair_that_only_dials_out_is_refused_without_a_relay():
+    with pytest.raises(UserError, match=r"link 1 .* stage 1 \(host1\) and stage 2 \(host2\) cannot be made"):
         plan_links(endpoints("a:1", "", ""), Grid(3))
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "dials"),
+    [
+        ({}, ["", "a:1"]),
+        ({0: {1: "firewall"}}, ["b:2", ""]),
+        ({1: {0: "firewall"}}, ["", "a:1"]),
+        ({0: {1: "firewall"}, 1: {0: "firewall"}}, ["ticket 0.0", "ticket 0.1"]),
+    ],
+)
+def test_relay_is_taken_only_where_neither_end_can_be_dialled(unreachable, dials):
+    ends = [replace(end, unreachable=unreachable.get(end.stage, {})) for end in endpoints("a:1", "b:2")]
+    rows = plan_links(ends, Grid(2), ticket=lambda link, end: f"ticket {link}.{end}")
+    assert [row[3] for (row,) in rows] == dials
+
+
+def test_link_over_a_relay_has_no_process_group():
+    ends = [replace(end, address="") for end in in_sites("home", "home")]
+    rows = plan_links(ends, Grid(2), inside="gloo", ticket=lambda link, end: f"ticket {link}.{end}")
+    assert [row[4] for (row,) in rows] == ["zmq", "zmq"]
 
 
 def test_link_of_tied_embeddings_comes_last_and_one_stage_has_no_links():

@@ -6,9 +6,11 @@ is one class here and one parameter of `harness`.
 
 import dataclasses
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from tahq.comm.group.transport import Backend, GroupSpec, open_group
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity, SessionLimits
+from tahq.comm.relay.process import Relay
+from tahq.comm.relay.tickets import LOWER, UPPER, RelayTicket, split_planned
 from tahq.comm.transport import Transport
 from tahq.comm.zmq.endpoint import EndpointSettings, ZmqEndpoint
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
@@ -85,6 +89,30 @@ class StripedZmqHarness(ZmqHarness):
     connections = 3
 
 
+class RelayedZmqHarness(ZmqHarness):
+    """The same over a relay, which both ends dial."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        log = Path(self._folder.name) / "relay.log"
+        self._relay = Relay("127.0.0.1", 0, secret="", run_id=RUN, num_links=3, log=log)
+        self._endpoints = [self._endpoint(stage) for stage in (2, 3)]
+        lower, upper = self._endpoints
+        self.upper: Transport = upper.open_link(2, 2, "lower", self._ticket(LOWER))
+        self.lower: Transport = lower.open_link(2, 3, "upper", self._ticket(UPPER))
+        for endpoint in self._endpoints:
+            endpoint.wait_connected(SOON_S)
+
+    def _ticket(self, end: int) -> RelayTicket:
+        port, ticket = split_planned(self._relay.ticket(2, 1, end))
+        return RelayTicket(f"127.0.0.1:{port}", ticket)
+
+    def close(self) -> None:
+        super().close()
+        self._relay.close()
+        self._folder.cleanup()
+
+
 class GlooHarness(ZmqHarness):
     backend: Backend = "gloo"
     headers_nbytes = ANNOUNCEMENT_NBYTES
@@ -143,6 +171,7 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer th
         pytest.param(InprocHarness, id="inproc"),
         pytest.param(ZmqHarness, id="zmq"),
         pytest.param(StripedZmqHarness, id="zmq over 3 connections"),
+        pytest.param(RelayedZmqHarness, id="zmq over a relay"),
         pytest.param(GlooHarness, id="gloo"),
         pytest.param(NcclHarness, id="nccl", marks=[pytest.mark.gpu, two_devices]),
     ]

@@ -115,6 +115,7 @@ class ScriptedWorker:
     copies_through: float = math.inf
     damaged: tuple = ()
     ignores: tuple = ()
+    cannot_dial: tuple = ()
     left: bool = False
     silent: bool = False
     step: int = -1
@@ -150,6 +151,9 @@ class ScriptedWorker:
                 first_or_last = self.stage in (0, self.num_stages - 1)
                 data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if first_or_last else {}
                 self.send(make_hello(message.stage, start_step=message.start_step, **(data | self.hello)))
+            case say.TryPeers(peers):
+                for peer, address, _ in peers:
+                    self.send(say.Tried(self.stage, peer, address, "timed out" if peer in self.cannot_dial else ""))
             case say.Plan():
                 self.send(say.Ready(self.stage))
             case say.Relink():
@@ -217,12 +221,18 @@ class Scene:
     """The worker of each stage, by stage."""
     events: list = field(default_factory=list)
 
-    def build(self, journal=None, **changes):
+    def build(self, journal=None, relay=None, **changes):
         training = {name: changes.pop(name) for name in list(changes) if name in TrainingConfig.model_fields}
         if training:
             changes["training"] = TrainingConfig(**(self.options.training.model_dump() | training))
         self.options = replace(self.options, **changes)
-        means = {"publish": self.publish, "executor": self.executor, "journal": journal, "clock": self.clock}
+        means = {
+            "publish": self.publish,
+            "executor": self.executor,
+            "journal": journal,
+            "relay": relay,
+            "clock": self.clock,
+        }
         self.coordinator = Coordinator(self.options, self.server, self.observer, **means)
         return self.coordinator
 

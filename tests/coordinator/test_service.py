@@ -176,10 +176,10 @@ def test_late_worker_and_the_next_one_of_a_stage_whose_worker_died_are_waited_fo
     assert "stage 2 (tahq-worker --stage 2 --peer 127.0.0.1:5555)" in details
 
 
-def test_two_neighbours_that_only_dial_out_end_the_run_with_both_named(scene):
+def test_two_neighbours_that_only_dial_out_end_a_run_without_a_relay_with_both_named(scene):
     scene.workers(stage0={"hello": {"address": ""}}, stage1={"hello": {"address": ""}})
     assert scene.run() == 2
-    assert "stage 0 (host0) and stage 1 (host1) both only dial out" in scene.end.message
+    assert "link 0 between stage 0 (host0) and stage 1 (host1) cannot be made" in scene.end.message
     assert all(scene.server.told(worker.identity, say.Abort) for worker in scene.stages)
 
 

@@ -15,7 +15,7 @@ ADDRESSES = {"IPv4": ("10.98.0.1:7700", "10.98.0.2", "10.98.0.3"), "IPv6": ("[fd
 SMALL = tiny(
     pipeline={"stages": 2},
     model={"num_layers": 2, "hidden_size": 32},
-    run={"peer_timeout": "5s", "join_timeout": "40s"},
+    run={"peer_timeout": "5s", "join_timeout": "60s"},
 )
 
 
@@ -40,6 +40,11 @@ class FirewalledRun:
     def _start(self, namespace: str, folder, program: str, *arguments: str) -> WarmProcess:
         return WarmProcess(program, arguments, folder, environment(), namespace)
 
+    def end(self) -> None:
+        for process in (self.coordinator, *self.workers):
+            process.kill()
+            process.communicate(20)
+
     @property
     def metrics(self):
         return self._folder / "runs" / "tiny" / "metrics.jsonl"
@@ -54,11 +59,9 @@ class FirewalledRun:
     def finish(self) -> Run:
         try:
             stdout, stderr = self.coordinator.communicate(150)
-            words = [worker.communicate(20) for worker in self.workers]
         finally:
-            for process in (self.coordinator, *self.workers):
-                process.kill()
-        assert self.coordinator.returncode == 0, (stdout, stderr, words)
+            self.end()
+        assert self.coordinator.returncode == 0, stdout + stderr
         return Run(self.metrics.parent, 0, stdout, stderr)
 
 
@@ -81,9 +84,9 @@ def relays(coordinator: WarmProcess) -> list[int]:
 
 
 def test_relay_that_dies_is_survived(tmp_path, machines):
-    config = {**SMALL, "training": {**SMALL["training"], "steps": 150}}
+    config = {**SMALL, "training": {**SMALL["training"], "steps": 60}}
     run = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], config)
-    run.wait_for_step(20)
+    run.wait_for_step(10)
     (before,) = relays(run.coordinator)
     os.kill(before, signal.SIGKILL)
     done = run.finish()

@@ -38,6 +38,7 @@ def test_line_has_the_agreed_keys(record):
         "to": 1,
         "direction": "activations",
         "codec": "",
+        "relayed_bytes": 0,
         "relative_error": None,
         "frames": 4,
         "payload_bytes": 441_000,

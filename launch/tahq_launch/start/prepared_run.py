@@ -73,7 +73,9 @@ class StartRequest:
     def all_overrides(self) -> tuple[str, ...]:
         """`overrides`, those that `bind` and `advertise` stand for, and `joined`."""
         given = {"run.bind": self.bind, "run.advertise": self.advertise}
-        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None), *self.joined)
+        # quoted, since YAML takes the brackets of an IPv6 address for a list
+        own = (f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None)
+        return (*self.overrides, *own, *self.joined)
 
     @property
     def resume_command(self) -> str:

@@ -72,8 +72,9 @@ class Relay:
                 address[:2], family=family, backlog=MOST_UNKNOWN, dualstack_ipv6=host == "::"
             )
         except OSError as error:
+            reason = str(error.strerror).partition(" (")[0]
             raise UserError(
-                f"the relay cannot listen on port {port} of {host}: {error.strerror}; set run.relay to another port"
+                f"the relay cannot listen on port {port} of {host}: {reason}; set run.relay to another port"
             ) from error
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the relay
         self._file.truncate(COUNTER_NBYTES * len(self._counts))
@@ -98,7 +99,8 @@ class Relay:
         """Bytes that each end (LOWER or UPPER) of each link has sent over the relay since the last call."""
         if self._memory is None:
             return {}
-        before, self._counts = self._counts, list(memoryview(self._memory).cast("Q"))
+        with memoryview(self._memory) as memory:
+            before, self._counts = self._counts, memory.cast("Q").tolist()
         return {divmod(slot, 2): now - then for slot, (then, now) in enumerate(zip(before, self._counts, strict=True))}
 
     def close(self) -> None:
@@ -110,8 +112,10 @@ class Relay:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._listener is not None:
-            self._listener.close()
+        for part in (self._listener, self._file, self._memory):
+            if part is not None:
+                part.close()
+        self._listener = self._file = self._memory = self._process = None
 
     def _start(self) -> None:
         assert self._listener is not None, "it is open"
