@@ -1,5 +1,6 @@
 """The relay joins connections of members only, keeps little, carries cipher text, and may die and come back."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -145,10 +146,8 @@ def shown(relay: Relay, end: int, connection: int = 0) -> bytes:
 def test_stranger_is_hung_up_on_and_reaches_nothing(relay, said):
     with socket.create_connection(address_of(relay), SOON_S) as stranger:
         stranger.sendall(said)
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert read(stranger, 100) in (b"", b"\5\0")
-        except ConnectionResetError:
-            pass
     assert is_alive(pid_of(relay))
 
 
@@ -177,8 +176,8 @@ def test_slow_receiver_holds_the_sender_back_and_the_relay_keeps_little(relay):
     before = resident_nbytes(pid_of(relay))
     lower.settimeout(1.0)
     sent = 0
-    with pytest.raises(TimeoutError):
-        while sent < 1 << 30:
+    with contextlib.suppress(TimeoutError):
+        while sent < 64 << 20:
             sent += lower.send(bytes(1 << 16))
     assert sent < 64 << 20
     assert resident_nbytes(pid_of(relay)) - before < 8 << 20

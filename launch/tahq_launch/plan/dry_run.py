@@ -32,7 +32,15 @@ from tahq.units import format_rate, format_size
 from tahq.worker.assembly import block_ranges, offloaded
 from tahq_launch.command_line import plain_table
 from tahq_launch.plan.numbers import stage_device
-from tahq_launch.plan.step_traffic import StepFlow, host_traffic, link_speeds, step_flows, wire_only_step_s
+from tahq_launch.plan.step_traffic import (
+    StepFlow,
+    host_traffic,
+    link_speeds,
+    relayed_by_configuration,
+    relayed_nbytes,
+    step_flows,
+    wire_only_step_s,
+)
 from tahq_launch.start.codec_choice import codec_options
 from tahq_launch.start.local_checks import check_reachable, warnings_about
 
@@ -198,6 +206,10 @@ class _DryRun:
             *_codecs(self.config.wire),
             f"  total {format_size(total)} per step{whole_run}",
         ]
+        if nbytes := relayed_nbytes(self.flows, relayed_by_configuration(self.config)):
+            lines.append(
+                f"  the coordinator's host relays {format_size(nbytes)} per step: it receives and sends as much"
+            )
         return "\n".join([*lines, self._transports()] if self.config.links.inside != "zmq" else lines)
 
     def _transports(self) -> str:

@@ -5,7 +5,7 @@ retransmissions are not; evaluations send activations of their own.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tahq.comm.config import host_shaping
@@ -96,6 +96,11 @@ class StepFlow:
     frame_nbytes: int
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """Who sends, and who receives."""
+        return self.source, self.target
+
+    @property
     def step_nbytes(self) -> int:
         """Bytes of all frames of a step."""
         return self.num_frames * self.frame_nbytes
@@ -156,6 +161,20 @@ def host_traffic(flows: Sequence[StepFlow], stage: int) -> tuple[int, int]:
     """Bytes that a stage's host sends and receives in a step."""
     sent = sum(flow.step_nbytes for flow in flows if flow.source == stage)
     return sent, sum(flow.step_nbytes for flow in flows if flow.target == stage)
+
+
+def relayed_by_configuration(config: ClusterConfig) -> frozenset[tuple[int, int]]:
+    """The pairs of stages whose hosts both only dial out, so that the coordinator's host relays their link."""
+    if config.run.relay == "never" or isinstance(config.hosts, str):
+        return frozenset()
+    only_dial_out = {stage for stage, host in enumerate(config.hosts) if host.advertise == "none"}
+    ends = ((each.lower, each.upper) for each in config.grid.links())
+    return frozenset(pair for pair in ends if only_dial_out.issuperset(pair))
+
+
+def relayed_nbytes(flows: Sequence[StepFlow], pairs: Collection[tuple[int, int]]) -> int:
+    """Bytes per step that the relay's host receives, and sends on, for the links between these pairs of stages."""
+    return sum(flow.step_nbytes for flow in flows if not {flow.ends, flow.ends[::-1]}.isdisjoint(pairs))
 
 
 def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedule, flows: Sequence[StepFlow]) -> float:

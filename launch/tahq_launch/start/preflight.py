@@ -32,6 +32,7 @@ from tahq.version import is_same_source
 from tahq.worker.assembly import resolved_spec
 from tahq.worker.links import is_local_address
 from tahq_launch.command_line import announce, rendered
+from tahq_launch.plan.step_traffic import relayed_nbytes, step_flows
 from tahq_launch.start.host_check import ssh_words
 from tahq_launch.start.host_talk import HostTalk, install_command
 from tahq_launch.start.local_checks import is_end
@@ -59,6 +60,9 @@ def reachable_start(start: StartRequest) -> tuple[StartRequest, tuple[Finding, .
     if any(finding.check == "data" and finding.level == "warning" for finding in findings):
         announce("the hosts keep their order, since some in the middle do not have the data")
         found = replace(found, keeps_order=True)
+    for finding in findings:
+        if finding.check == "link" and finding.level == "warning":
+            announce(finding.found)
     return found, tuple(finding for finding in findings if finding.level == "fault")
 
 
@@ -127,7 +131,7 @@ class _Preflight:
             if targets.trouble:
                 self._add(None, fault("coordinator", targets.trouble, _TAKEN_BIND))
             dialled = {stage: str(reply["dialled"]) for stage, reply in replies.items()}
-            ends = self._dial(dialled, targets.coordinator)
+            ends = self._dial(dialled, targets)
             if self._is_deep:
                 self._compare_clocks(list(replies))
                 self._measure(ends, dialled)
@@ -201,11 +205,13 @@ class _Preflight:
             return None
         return unless_taken(format_address(address, run.base_port))
 
-    def _dial(self, dialled: Mapping[int, str], coordinator: str) -> list[tuple[int, int]]:
-        """Who can dial whom; returns the ends of each link that can be made, the one that dials first."""
+    def _dial(self, dialled: Mapping[int, str], targets: "_Targets") -> list[tuple[int, int]]:
+        """Who can dial whom; returns the ends of each direct link, the one that dials first."""
+        coordinator = targets.coordinator
         links = [(ends.lower, ends.upper) for ends in self._config.grid.links()]
         links = [pair for pair in dict.fromkeys(links) if pair[0] in dialled and pair[1] in dialled]
-        dials = {stage: {"coordinator": coordinator} if coordinator else {} for stage in dialled}
+        own = {"coordinator": coordinator, _RELAY: targets.relay}
+        dials = {stage: {name: address for name, address in own.items() if address} for stage in dialled}
         for stage, other in chain(links, ((upper, lower) for lower, upper in links)):
             if dialled[other]:
                 dials[stage][f"stage {other}"] = dialled[other]
@@ -221,7 +227,7 @@ class _Preflight:
             elif coordinator:
                 self._add(stage, Finding(check="coordinator", found=f"dials {coordinator}"))
         links = [pair for pair in links if pair[0] in failures and pair[1] in failures]
-        return [ends for pair in links if (ends := self._joined(pair, dialled, dials, failures)) is not None]
+        return [ends for pair in links if (ends := self._joined(pair, dialled, dials, failures, targets)) is not None]
 
     def _joined(
         self,
@@ -229,29 +235,37 @@ class _Preflight:
         dialled: Mapping[int, str],
         dials: Mapping[int, Mapping[str, str]],
         failures: Mapping[int, Mapping[str, str]],
+        targets: "_Targets",
     ) -> tuple[int, int] | None:
-        """The end of a link that dials, and the other; None: it cannot. The upper end dials where the lower listens."""
+        """The end of a link that dials, and the other; None: it is relayed, or cannot be made.
 
-        def can_dial(stage: int, other: int) -> bool:
-            return f"stage {other}" in dials[stage] and f"stage {other}" not in failures[stage]
-
+        The upper end dials, or else the lower one.
+        """
         lower, upper = pair
-        near, far = (upper, lower) if dialled[lower] else (lower, upper)
-        works, works_back = can_dial(near, far), can_dial(far, near)
-        reason = failures[near].get(f"stage {far}", "")
-        if works:
-            back = "" if works_back else ", but not the other way round, which is not needed"
-            self._add(near, Finding(check="link", found=f"dials stage {far} at {dialled[far]}{back}"))
-            return near, far
-        if not dialled[far]:
-            what, remedy = f"neither it nor stage {far} can be dialled", "set hosts.N.advertise of one to an open port"
-        elif works_back:
-            what = f"cannot dial stage {far} at {dialled[far]}: {reason}; only the other way round works"
-            remedy = f"set hosts.{far}.advertise: none, so that it dials, or {_open_port(dialled[far])} there"
-        else:
-            what = f"cannot dial stage {far} at {dialled[far]}: {reason}, nor the other way round"
-            remedy = f"{_open_port(dialled[far])} there, or forward a port to it (hosts.{far}.advertise)"
-        self._add(near, fault("link", what, remedy))
+        for near, far in ((upper, lower), (lower, upper)):
+            if f"stage {far}" in dials[near] and f"stage {far}" not in failures[near]:
+                self._add(near, Finding(check="link", found=f"dials stage {far} at {dialled[far]}"))
+                return near, far
+        why = "; ".join(_why_not(near, far, dials[near], failures[near]) for near, far in ((upper, lower), pair))
+        far = lower if dialled[lower] else upper
+        remedy = f"{_open_port(dialled[far])} on {self._hosts[far].address}" if dialled[far] else "open a port of one"
+        remedy += ", or forward a port to it (hosts.N.advertise)"
+        if self._config.run.relay == "never":
+            self._add(upper, fault("link", why, remedy))
+        elif targets.relay_trouble:
+            self._add(upper, fault("link", f"{why}; and {targets.relay_trouble}", "set run.relay to another port"))
+        elif blocked := [stage for stage in pair if _RELAY in failures[stage]]:
+            for stage in blocked:
+                what = f"{why}; and it cannot dial the relay at {targets.relay}: {failures[stage][_RELAY]}"
+                open_relay = f"{_open_port(targets.relay)} on this machine (run.relay); or {remedy}"
+                self._add(stage, fault("link", what, open_relay))
+        elif targets.relay:
+            flows = step_flows(self._config, resolved_spec(self._config, None))
+            relayed = (
+                f"this machine relays the link between stage {lower} and stage {upper}, "
+                f"{format_size(relayed_nbytes(flows, [pair]))} per step, which it receives and sends: {why}"
+            )
+            self._add(upper, warning("link", relayed, remedy))
         return None
 
     def _compare_clocks(self, stages: Sequence[int]) -> None:
@@ -345,21 +359,48 @@ _BEHIND_NAT: Final = "forward a port to this machine and set run.bind and run.ad
 _TAKEN_BIND: Final = "end what listens there (ss -ltnp), or set run.bind or run.base_port to another port"
 
 
+_RELAY: Final = "relay"
+
+
+def _why_not(stage: int, other: int, dials: Mapping[str, str], failures: Mapping[str, str]) -> str:
+    """Why a stage cannot dial another one."""
+    name = f"stage {other}"
+    if name not in dials:
+        return f"{name} only dials out"
+    return f"stage {stage} cannot dial {name} at {dials[name]}: {failures[name]}"
+
+
 class _Targets:
-    """This machine listens as its coordinator will; `coordinator`: what hosts dial, "" if it could not listen."""
+    """This machine listens as its coordinator and its relay will; what hosts dial, "" if it could not listen."""
 
     def __init__(self, config: ClusterConfig, bind: str | None) -> None:
-        self.coordinator = self.trouble = ""
-        self._server: socket.socket | None = None
+        self.coordinator = self.trouble = self.relay = self.relay_trouble = ""
+        self._servers: list[socket.socket] = []
         text = bind or config.run.bind
         host, port = parse_address(text, "run.bind")
         try:
-            self._server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port = self._listen(host, port)
         except OSError as error:
             self.trouble = f"this machine cannot listen on run.bind {text}: {os.strerror(error.errno or 0)}"
             return
-        self.coordinator = advertised_address(text, self._server.getsockname()[1], config.run.advertise)
+        self.coordinator = advertised_address(text, port, config.run.advertise)
+        if config.run.relay == "never":
+            return
+        wanted = port - 1 if config.run.relay == "auto" else config.run.relay
+        try:
+            relay_port = self._listen(host, wanted)
+        except OSError as error:
+            self.relay_trouble = (
+                f"this machine cannot listen on the relay's port {wanted}: {os.strerror(error.errno or 0)}"
+            )
+            return
+        self.relay = format_address(parse_address(self.coordinator, "run.advertise")[0], relay_port)
+
+    def _listen(self, host: str, port: int) -> int:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._servers.append(socket.create_server((host, port), family=family))
+        return int(self._servers[-1].getsockname()[1])
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()

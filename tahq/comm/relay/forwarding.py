@@ -87,6 +87,7 @@ class Visitor(asyncio.Protocol):
         self._has_chosen = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Notice soon if the other end's host is gone."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         connection = transport.get_extra_info("socket")
@@ -101,6 +102,7 @@ class Visitor(asyncio.Protocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Pass bytes on, or go on with the handshake."""
         if self.peer is not None and self.place is not None:
             self._places.count(self.place, len(data))
             self.peer.transport.write(data)
@@ -127,14 +129,17 @@ class Visitor(asyncio.Protocol):
         return _CONNECT.startswith(request[: len(_CONNECT)])
 
     def pause_writing(self) -> None:
+        """Take no more from the sender: this receiver is slow."""
         if self.peer is not None:
             self.peer.transport.pause_reading()
 
     def resume_writing(self) -> None:
+        """Take more from the sender."""
         if self.peer is not None:
             self.peer.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Close the other end's connection, too, once it has what was sent."""
         self._places.leave(self)
         if self.peer is not None:
             self.peer.transport.close()
