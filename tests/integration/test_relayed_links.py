@@ -31,11 +31,15 @@ class FirewalledRun:
     def __init__(self, folder, machines: Machines, addresses: tuple[str, str, str], config: dict) -> None:
         self._folder, (peer, *hosts) = folder, addresses
         write_config(folder, {**config, "hosts": [{"address": address} for address in hosts]})
-        self.coordinator = self._start(machines.hub, folder, "tahq", "coordinator", "cluster.yaml", "--bind", peer)
+        self._coordinator = (machines.hub, folder, "tahq", "coordinator", "cluster.yaml", "--bind", peer)
+        self.coordinator = self._start(*self._coordinator)
         self.workers = []
         for stage, name in enumerate((machines.left, machines.right)):
             (own := folder / f"stage{stage}").mkdir(exist_ok=True)
             self.workers.append(self._start(name, own, "tahq-worker", "--stage", str(stage), "--peer", peer))
+
+    def resume(self) -> None:
+        self.coordinator = self._start(*self._coordinator, "--resume")
 
     def _start(self, namespace: str, folder, program: str, *arguments: str) -> WarmProcess:
         return WarmProcess(program, arguments, folder, environment(), namespace)
@@ -92,3 +96,15 @@ def test_relay_that_dies_is_survived(tmp_path, machines):
     done = run.finish()
     assert "the relay has died" in done.stdout
     assert done.losses == train(tmp_path / "local", config).losses
+
+
+def test_restarted_coordinator_opens_its_relay_again(tmp_path, machines):
+    config = {**SMALL, "training": {**SMALL["training"], "steps": 60}}
+    run = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], config)
+    run.wait_for_step(10)
+    run.coordinator.kill()
+    run.coordinator.communicate(20)
+    run.resume()
+    done = run.finish()
+    assert done.losses == train(tmp_path / "local", config).losses
+    assert done.metrics[-1]["relayed_bytes"] > 0
