@@ -29,13 +29,9 @@ from tahq_launch.command_line import (
     run_app,
 )
 from tahq_launch.init import init
-from tahq_launch.runs.commands import logs, ps, status, stop
-from tahq_launch.runs.commands import logs, ps, pull, status, stop
-from tahq_launch.runs.commands import evaluate, logs, ps, pull, status, stop
 from tahq_launch.joining.commands import allow, invite, join
-from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
+from tahq_launch.runs.commands import evaluate, logs, ps, pull, status, stop
 from tahq_launch.tool_commands import compare, doctor, inspect, list_codecs, measure, plan, probe
-from tahq_netem.cli import netem_app
 from tahq_netem.cli import HELP_OPTIONS, add_command, netem_app
 
 log = logging.getLogger("tahq")
@@ -393,20 +389,28 @@ def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typ
 
 def tahq_app() -> typer.Typer:
     """The program `tahq` with its commands."""
-    commands = (
+    commands: tuple[Callable[..., int], ...] = (
         launch,
+        init,
+        doctor,
         worker,
         coordinator,
+        invite,
+        join,
+        allow,
         keygen,
         measure,
         plan,
+        ps,
+        status,
+        logs,
+        stop,
+        pull,
         export,
         generate,
         trace,
         probe,
         dashboard,
-        init,
-        doctor,
     )
     app = _group(_tahq, **{command.__name__: command for command in commands})
     add_command(app, "eval", evaluate)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.processes import children, command_line, is_alive, wait_until
+from support.processes import children, command_line, is_alive
 from support.runs import finish, tiny, write_config
 
 import tahq

@@ -24,9 +24,9 @@ from tahq.pipeline.checkpoint.copies import Pieces, fetch_file, has_file
 from tahq.pipeline.checkpoint.manifest import Manifest, StageFile, read_latest, read_manifest, snapshot_folders
 from tahq.units import format_size
 from tahq_launch.command_line import progress_of
-from tahq_launch.start.preflight import ssh_fault
+from tahq_launch.start.host_talk import ssh_fault
 from tahq_launch.start.run_folder import RunFolder
-from tahq_launch.start.worker_command import ssh_script
+from tahq_launch.start.worker_command import ssh_in_folder
 
 _AT_ONCE = 8
 _PIECE_NBYTES = 1 << 20
@@ -135,7 +135,7 @@ def _over_ssh(host: MachineConfig, number: int, paths: Sequence[Path], offset: i
     script = (
         f'for f in {names}; do if [ -f "$f" ]; then exec tail -c +{offset + 1} -- "$f"; fi; done; exit {_NOT_THERE}'
     )
-    argv = ssh_script(host, "{ " + script + "; }")
+    argv = ssh_in_folder(host, "{ " + script + "; }")
     try:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
@@ -153,8 +153,8 @@ def _over_ssh(host: MachineConfig, number: int, paths: Sequence[Path], offset: i
     if process.returncode == _NOT_THERE:
         raise PeerLostError("the file is not there")
     if process.returncode:
-        what, remedy = ssh_fault((process.returncode, [line for line in said if line.strip()]), host, number)
-        raise PeerLostError(f"{what}; {remedy}")
+        finding = ssh_fault((process.returncode, [line for line in said if line.strip()]), host, number)
+        raise PeerLostError(f"{finding.found}; {finding.remedy}")
 
 
 def _fetched(folder: Path, entry: StageFile, places: Sequence[Place], progress: "_Progress") -> str:

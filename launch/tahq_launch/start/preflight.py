@@ -1,8 +1,8 @@
 """Before anything is started over ssh: all hosts at once, and all that is wrong with them in one table.
 
-Each host, this machine too if it is one, runs `tahq check-host` (`host_check`), looks for what its worker will need, listens where the worker will
-listen, and dials the coordinator and its neighbours. `tahq doctor` asks for more, which takes longer. Hosts whose
-workers are started by hand are not asked.
+Each host, this machine too if it is one, runs `tahq check-host` (`host_check`), looks for what its worker will need,
+listens where the worker will listen, and dials the coordinator, the relay and its neighbours. `tahq doctor` asks for
+more, which takes longer. Hosts whose workers are started by hand are not asked.
 """
 
 import json

@@ -97,11 +97,11 @@ def ssh_argv(
 ) -> tuple[str, ...]:
     """ssh with its arguments for a command of `tahq` on a host, in its working folder and with these variables."""
     env = [f"{name}={value}" for name, value in {"PYTHONUNBUFFERED": "1", **variables, **host.env}.items()]
-    return ssh_script(host, "exec " + shlex.join(["env", *env, host.python, "-m", "tahq_launch.cli", *command]))
+    return ssh_in_folder(host, "exec " + shlex.join(["env", *env, host.python, "-m", "tahq_launch.cli", *command]))
 
 
-def ssh_script(host: MachineConfig, script: str) -> tuple[str, ...]:
-    """ssh with its arguments for a shell's script on a host, in its working folder."""
+def ssh_in_folder(host: MachineConfig, script: str) -> tuple[str, ...]:
+    """ssh with its arguments for a script of the login shell on a host, in its working folder."""
     folder = (host.workdir or "").removeprefix("~/")  # ssh starts in the login folder
     if folder:
         script = f"cd {shlex.quote(folder)} && {script}"
