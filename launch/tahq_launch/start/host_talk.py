@@ -1,4 +1,4 @@
-"""A conversation with `tahq check-host` on one host, over ssh unless it is this machine; and what is wrong if it fails."""
+"""A conversation with `tahq check-host` on one host, over ssh unless it is this one; and what is wrong if it fails."""
 
 import json
 import os
