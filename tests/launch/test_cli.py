@@ -57,7 +57,7 @@ def commands(group=None, path=()):
             yield from commands(member, (*path, name))
 
 
-REPORTS = {"ps", "status", "eval", "plan", "probe", "codec list", "codec compare", "netem calibrate"}
+REPORTS = {"doctor", "ps", "status", "eval", "plan", "probe", "codec list", "codec compare", "netem calibrate"}
 ALIASES = {"--codecs", "--spec", "--wire", "--out", "--write"}
 """Options of version 0.1, which still work."""
 

@@ -75,9 +75,8 @@ PLANTED = [
     (None, "key", "is open to others (mode 644)", "chmod 600 "),
     (None, "key", "security.allow.0: expected a public key of 64 digits or an existing file", "tahq keygen --show"),
     (1, "coordinator", "cannot dial the coordinator at 10.9.0.254:7700: no answer in 5 s", "sudo ufw allow 7700/tcp"),
-    (3, "link", "cannot dial stage 2 at 10.9.0.3:7701: no answer in 5 s, nor the other", "sudo ufw allow 7701/tcp"),
+    (3, "link", "cannot dial stage 2 at 10.9.0.3:7701: no answer in 5 s; stage 2 cannot", "sudo ufw allow 7701/tcp"),
     (4, "ssh", "Permission denied (publickey", "ssh-copy-id "),
-    (6, "link", "cannot dial stage 5 at 10.9.0.6:7701: no answer in 5 s; only the", "set hosts.5.advertise: none"),
     (6, "clock difference", "the clock is 2:00:00 ahead", "sudo timedatectl set-ntp true"),
     (7, "ssh", "Connection refused", "hosts.7.ssh_options"),
     (8, "ssh", "Could not resolve hostname no-such-host.invalid", "correct the name in hosts.8.ssh"),
@@ -185,7 +184,10 @@ def make_hosts(folder: Path) -> list[dict]:
 
 def make_config(folder: Path) -> dict:
     config = tiny(
-        data={"text": "text.txt"}, pipeline={"stages": NUM_HOSTS, "balance": "measured"}, training={"lr": 1e-5}
+        run={"relay": "never"},
+        data={"text": "text.txt"},
+        pipeline={"stages": NUM_HOSTS, "balance": "measured"},
+        training={"lr": 1e-5},
     )
     security = {"key": "open.secret", "allow": ["keys.txt"]}
     return {**config, "model": {"path": "model"}, "hosts": make_hosts(folder), "security": security}
@@ -226,6 +228,9 @@ def test_planted_faults_are_named_with_their_remedies_and_nothing_else(tmp_path)
         assert remedy in named[0]["remedy"], named
     faults = [(each["stage"], each["check"]) for each in found if each["level"] == "fault"]
     assert sorted(faults, key=str) == sorted(((stage, check) for stage, check, *_ in PLANTED), key=str)
+
+    # a one-way firewall: its host dials the next one
+    assert any(each["stage"] == 5 and each["found"].startswith("dials stage 6 at") for each in found)
 
     # a plan could have put this host, in the middle, at an end
     (data,) = (each for each in found if (each["stage"], each["check"]) == (5, "data"))

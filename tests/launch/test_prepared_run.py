@@ -37,7 +37,11 @@ def test_resume_command_survives_a_shell_and_bind_wins_over_other_overrides():
         *("--set", "wire.gradients=fixed:bits=8", "--set", "run.name=a b"),
     ]
     advertised = replace(request, overrides=("run.bind=127.0.0.1:2",), advertise="a.example:3")
-    assert advertised.all_overrides == ("run.bind=127.0.0.1:2", "run.bind=127.0.0.1:1", "run.advertise=a.example:3")
+    assert advertised.all_overrides == (
+        "run.bind=127.0.0.1:2",
+        'run.bind="127.0.0.1:1"',
+        'run.advertise="a.example:3"',
+    )
 
 
 def test_run_without_a_name_is_named_after_its_file_and_resumed_by_that(tmp_path):

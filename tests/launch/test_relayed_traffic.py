@@ -1,5 +1,7 @@
 """Links that only the relay can make: what the check of hosts and --dry-run say of them, and their bytes."""
 
+from types import SimpleNamespace
+
 import pytest
 from support.runs import tiny
 
@@ -8,6 +10,7 @@ from tahq.units import format_size
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.dry_run import dry_run
 from tahq_launch.plan.step_traffic import relayed_by_configuration, relayed_nbytes, step_flows
+from tahq_launch.start.machine_checks import Finding
 from tahq_launch.start.preflight import _Preflight
 from tahq_launch.start.resolution import resolve_for_run
 
@@ -20,13 +23,14 @@ def configuration(advertise: str | None = None, relay: str = "auto") -> ClusterC
     return resolve_for_run(ClusterConfig.model_validate({**given, "hosts": hosts}))
 
 
-def preflight(config: ClusterConfig, failures: dict, relay_trouble: str = "") -> _Preflight:
-    """The conclusions from what hosts 0 and 1 have dialled in vain, of a coordinator at 10.0.0.9."""
-    own = {"coordinator": "10.0.0.9:7700", "relay": "10.0.0.9:7699"}
-    dials = {0: {**own, "stage 1": "10.0.0.1:7701"}, 1: {**own, "stage 0": "10.0.0.0:7701"}}
-    checks = _Preflight(config, is_bind_open=False)
-    checks._note_links(dials, failures, relay_trouble)
-    return checks
+def conclusions(config: ClusterConfig, failures: dict, relay_trouble: str = "") -> list[Finding]:
+    """What follows from what hosts 0 and 1 have dialled in vain, of a coordinator at 10.0.0.9."""
+    dials = {0: {"stage 1": "10.0.0.1:7701"}, 1: {"stage 0": "10.0.0.0:7701"}}
+    dialled = {0: "10.0.0.0:7701", 1: "10.0.0.1:7701"}
+    relay = "" if relay_trouble else "10.0.0.9:7699"
+    checks = _Preflight(config, is_deep=False)
+    checks._joined((0, 1), dialled, dials, failures, SimpleNamespace(relay=relay, relay_trouble=relay_trouble))
+    return checks.findings
 
 
 def test_links_between_hosts_that_only_dial_out_count_twice_on_the_relay():
@@ -49,15 +53,15 @@ def test_dry_run_says_what_the_coordinators_host_relays():
 
 def test_pair_that_can_only_meet_at_the_relay_is_noted_with_its_bytes():
     config = configuration()
-    checks = preflight(config, {0: {"stage 1": "refused"}, 1: dict(BLOCKED)})
+    (finding,) = conclusions(config, {0: {"stage 1": "refused"}, 1: dict(BLOCKED)})
     nbytes = relayed_nbytes(step_flows(config, resolved_spec(config, None)), [(0, 1)])
-    assert checks._faults == []
-    assert f"relays the link between stage 0 and stage 1, {format_size(nbytes)} per step" in checks.notes[0]
+    assert (finding.level, finding.stage) == ("warning", 1)
+    assert f"relays the link between stage 0 and stage 1, {format_size(nbytes)} per step" in finding.found
 
 
 def test_pair_of_which_one_can_dial_the_other_is_not_relayed():
-    checks = preflight(configuration(), {0: {}, 1: dict(BLOCKED)})
-    assert (checks._faults, checks.notes) == ([], [])
+    (finding,) = conclusions(configuration(), {0: {}, 1: dict(BLOCKED)})
+    assert (finding.level, finding.stage, finding.found) == ("fine", 0, "dials stage 1 at 10.0.0.1:7701")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,8 @@ def test_pair_of_which_one_can_dial_the_other_is_not_relayed():
     ],
 )
 def test_pair_that_cannot_meet_at_the_relay_either_is_a_fault(relay, failures, trouble, host, expected):
-    checks = preflight(configuration(relay=relay), {0: {"stage 1": "refused", **failures}, 1: dict(BLOCKED)}, trouble)
-    ((_, fault),) = checks._faults
-    assert fault.host.startswith(host)
-    assert expected in fault.what
+    tried = {0: {"stage 1": "refused", **failures}, 1: dict(BLOCKED)}
+    (finding,) = conclusions(configuration(relay=relay), tried, trouble)
+    assert finding.level == "fault"
+    assert finding.host.startswith(host)
+    assert expected in finding.found
