@@ -10,12 +10,12 @@ from tahq.comm.control.messages import Abort, Bye, Message
 from tahq.comm.control.server import ControlServer
 from tahq.comm.relay.process import Relay
 from tahq.comm.topology import Grid, Ticket
+from tahq.coordinator.joining.seats import Seat, SeatPhase, Seats, stage_list
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
 from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
 from tahq.coordinator.schedule_choice import Choose, ScheduleChoice
-from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
 from tahq.errors import brief
 from tahq.pipeline.config import TrainingConfig
 

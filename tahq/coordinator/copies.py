@@ -7,8 +7,8 @@ neighbour on another host, the next stage rather than the previous one.
 
 from tahq.comm.control.messages import Copied, Copy
 from tahq.coordinator.context import CoordinatorOptions
+from tahq.coordinator.joining.seats import CopyOrder, RestorePoint, Seat, Seats
 from tahq.coordinator.run_state import RunState
-from tahq.coordinator.seats import CopyOrder, RestorePoint, Seat, Seats
 
 
 def published(run: RunState, seats: Seats) -> None:

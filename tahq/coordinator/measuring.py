@@ -10,7 +10,7 @@ from dataclasses import replace
 from tahq.comm.control.messages import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.seats import Seat, stage_list
+from tahq.coordinator.joining.seats import Seat, stage_list
 from tahq.errors import RemoteProtocolError
 from tahq.plan.measure.measurement import Job, Measured, MeasureRequest, planned_jobs
 

@@ -22,9 +22,9 @@ from tahq.comm.control.messages import Commit, Plan, Relink
 from tahq.comm.topology import LinkEnds, Ticket
 from tahq.coordinator import copies
 from tahq.coordinator.context import CoordinatorOptions
-from tahq.coordinator.gathering import data_position, link_rows
+from tahq.coordinator.joining.gathering import data_position, link_rows
+from tahq.coordinator.joining.seats import RestorePoint, Seat, SeatPhase, Seats, stage_list
 from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS, RunPhase, RunState, signal_name
-from tahq.coordinator.seats import RestorePoint, Seat, SeatPhase, Seats, stage_list
 from tahq.errors import NonFiniteError, OutOfMemoryError, PeerLostError, TahqError, UserError
 
 AHEAD = 2

@@ -33,7 +33,7 @@ from tahq.comm.control.messages import (
     Snapshotted,
     Traced,
 )
-from tahq.coordinator.seats import RestorePoint
+from tahq.coordinator.joining.seats import RestorePoint
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 

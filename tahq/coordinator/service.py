@@ -44,15 +44,16 @@ from tahq.comm.control.messages import (
 )
 from tahq.comm.control.server import ControlServer
 from tahq.comm.relay.process import Relay
-from tahq.coordinator import copies, gathering, reaching, recovery
+from tahq.coordinator import copies, recovery
 from tahq.coordinator.context import MAX_TEXT_LENGTH, CoordinatorOptions, RunContext
+from tahq.coordinator.joining import gathering, reaching
+from tahq.coordinator.joining.seating import Restart, Seating
+from tahq.coordinator.joining.seats import ProcessExit, RestorePoint, Seat, SeatPhase, Seats
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.owner import run_lines
 from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name
-from tahq.coordinator.seating import Restart, Seating
-from tahq.coordinator.seats import ProcessExit, RestorePoint, Seat, SeatPhase, Seats
 from tahq.coordinator.training import Publish, Training
 from tahq.errors import (
     InterruptedRunError,

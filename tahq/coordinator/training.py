@@ -28,12 +28,12 @@ from tahq.comm.control.messages import (
 )
 from tahq.coordinator import copies, recovery
 from tahq.coordinator.context import CoordinatorOptions, RunContext
+from tahq.coordinator.joining.seats import RestorePoint, Seat, stage_list
 from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
 from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage
-from tahq.coordinator.seats import RestorePoint, Seat, stage_list
 from tahq.coordinator.steps import TraceCollector, check_prepare, decide, is_repeated, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tahq.coordinator.joining.seats import stage_list
 from tahq.coordinator.observer import (
     RunEnd,
     RunHeader,
@@ -27,7 +28,6 @@ from tahq.coordinator.observer import (
     StepRecord,
     ValidationRecord,
 )
-from tahq.coordinator.seats import stage_list
 from tahq.errors import UserError, brief
 from tahq.observe import figures
 from tahq.observe.bottleneck import Advise

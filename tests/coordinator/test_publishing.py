@@ -12,7 +12,7 @@ from coordinator.test_returning import led
 from support.at_once import Sooner
 
 from tahq.comm.control.messages import Commit, Plan, Published, Snapshotted
-from tahq.coordinator.seats import RestorePoint
+from tahq.coordinator.joining.seats import RestorePoint
 from tahq.coordinator.training import SnapshotParts, publish_to_folder
 from tahq.errors import SnapshotError, UserError
 from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, read_manifest, snapshot_folder

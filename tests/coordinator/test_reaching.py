@@ -4,7 +4,7 @@ import pytest
 
 from tahq.comm.control import messages as say
 from tahq.comm.relay.process import Relay
-from tahq.coordinator import reaching
+from tahq.coordinator.joining import reaching
 
 LONE = "cannot be dialled from stage"
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.at_once import Sooner
 
 from tahq.comm.control import messages as say
+from tahq.coordinator.joining.seats import RestorePoint
 from tahq.coordinator.journal import Journal
-from tahq.coordinator.seats import RestorePoint
 from tahq.coordinator.training import SnapshotParts, publish_to_folder
 from tahq.errors import PeerLostError
 from tahq.observe.metrics import MetricsFile

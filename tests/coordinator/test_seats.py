@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tahq.comm.control import messages as say
 from tahq.comm.control.messages import Commit, Copied, Join
-from tahq.coordinator import copies, recovery, seats
+from tahq.coordinator import copies, recovery
 from tahq.coordinator.context import CoordinatorOptions
+from tahq.coordinator.joining import seats
+from tahq.coordinator.joining.seats import RestorePoint, SeatEvent, SeatPhase, Seats
 from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
-from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, UserError
 from tahq.pipeline.config import TrainingConfig
 

@@ -22,11 +22,12 @@ from tahq.comm.control.messages import (
     Widen,
 )
 from tahq.comm.topology import link_name, obstacles
-from tahq.coordinator import copies, gathering, reaching, recovery
+from tahq.coordinator import copies, recovery
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.joining import gathering, reaching
+from tahq.coordinator.joining.seats import Former, Seat, SeatEvent, SeatPhase
 from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.run_state import UNDER_WAY
-from tahq.coordinator.seats import Former, Seat, SeatEvent, SeatPhase
 from tahq.errors import PeerLostError, brief
 
 Restart = Callable[[int], bool]

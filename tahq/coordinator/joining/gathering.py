@@ -9,11 +9,11 @@ from dataclasses import replace
 from tahq.comm.control.members import MAX_NAME_LENGTH, other_version
 from tahq.comm.control.messages import Assign, Hello, Join, Refuse
 from tahq.comm.topology import Endpoint, Position, Ticket, plan_links, total_steps
-from tahq.coordinator import reaching
 from tahq.coordinator.context import CoordinatorOptions
+from tahq.coordinator.joining import reaching
+from tahq.coordinator.joining.seats import Seat, Seats
 from tahq.coordinator.journal import JournalFacts
 from tahq.coordinator.run_state import RunState
-from tahq.coordinator.seats import Seat, Seats
 from tahq.errors import ConfigError, brief
 from tahq.version import is_same_source
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tahq.comm.control.messages import Tried, TryPeers
 from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.coordinator.context import CoordinatorOptions
-from tahq.coordinator.seats import Seat, SeatPhase, Seats, Try
+from tahq.coordinator.joining.seats import Seat, SeatPhase, Seats, Try
 
 REPORT_S = 15.0
 """How long the report of a try may take."""

@@ -1,0 +1,1 @@
+"""How workers take their stages, and whom they reach."""
