@@ -22,7 +22,7 @@ def _outside(link: str, page_uri: str) -> str | None:
 
 
 def _copy_uri(path: str) -> str:
-    """Its place in the site. A browser shows text, and mkdocs leaves it as it is."""
+    """Where the site has it: as plain text, which browsers show."""
     is_text = Path(path).suffix in (".md", ".py", ".yaml", ".txt", "")
     return f"source/{path}{'.txt' * is_text}"
 

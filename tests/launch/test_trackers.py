@@ -88,7 +88,7 @@ def test_every_tracker_has_the_figures_of_a_run(tmp_path, start, monkeypatch):
 def test_trackers_that_fail_are_left_out_with_one_warning_each(tmp_path, start, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # nobody has logged in
+    monkeypatch.setenv("HOME", str(tmp_path))  # without an account of Weights & Biases
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         write_config(tmp_path, with_trackers(TWO_STAGES, "tensorboard", "wandb", "prometheus", prometheus=address))
