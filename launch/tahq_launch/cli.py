@@ -4,7 +4,6 @@ Implementations are imported when a command runs, so that `--help` needs no torc
 """
 
 import logging
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,17 +15,21 @@ import typer
 from tahq.errors import UserError
 from tahq.units import parse_size
 from tahq_launch.command_line import (
+    Advertise,
+    Bind,
     ConfigPath,
     Debug,
     Device,
     Overrides,
+    Restarts,
     Resume,
     Version,
     announce,
+    check_worker_options,
     log_to_stderr,
     progress_of,
-    report_error,
     run_app,
+    supervised,
 )
 from tahq_launch.init import init
 from tahq_launch.joining.commands import allow, invite, join
@@ -99,22 +102,8 @@ def launch(
 def worker(
     peer: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator, e.g. 192.0.2.1:5555.")],
     stage: Annotated[int | None, typer.Option(min=0, help="Stage to serve, from 0. Default: any free stage.")] = None,
-    bind: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Address to listen on for neighbours, e.g. 0.0.0.0:7001; port 0: any free port. Default: from the "
-            "stage's hosts entry, else the address that faces the coordinator.",
-        ),
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="Address that neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
-            "none: this machine only dials out. Default: the bound address.",
-        ),
-    ] = None,
+    bind: Bind = None,
+    advertise: Advertise = None,
     device: Device = None,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Take the stage from its worker, e.g. on a replacement machine.")
@@ -122,9 +111,7 @@ def worker(
     spare: Annotated[
         bool, typer.Option("--spare", help="Wait, and take the stage of a lost host. Default: take a free stage.")
     ] = False,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
-    ] = 10,
+    restarts: Restarts = 10,
     key: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="This worker's secret key, e.g. ~/gpu1.secret. Default: this account's key."),
@@ -149,7 +136,6 @@ def worker(
 
     Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
     """
-    from tahq.comm.zmq.addresses import parse_address
     from tahq_launch.start import run_keys, worker_lifetime
 
     if no_curve and (key is not None or coordinator_key is not None):
@@ -158,11 +144,7 @@ def worker(
         raise typer.BadParameter("a spare takes any stage that needs a worker; leave out --stage and --takeover")
     if takeover and stage is None:
         raise typer.BadParameter("--takeover needs --stage, the stage to take")
-    if device is not None and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", device) is None:  # ends the run later
-        raise typer.BadParameter(f"expected auto, cpu, cuda or cuda:N; got {device!r}", param_hint="--device")
-    for option, address in (("--peer", peer), ("--bind", bind), ("--advertise", advertise)):
-        if address is not None and (option, address) != ("--advertise", "none"):
-            parse_address(address, option)
+    check_worker_options(device, peer=peer, bind=bind, advertise=advertise)
     credentials = None
     if not no_curve:
         by_hand = run_keys.keys_by_hand
@@ -195,14 +177,7 @@ def worker(
     if launched:
         return serve("", True)
     log.info("dialling %s …", peer)  # before the child, which imports torch first
-
-    def child(worker_id: str, is_first: bool) -> int:
-        try:
-            return serve(worker_id, is_first)
-        except Exception as error:
-            return report_error("tahq-worker", error, debug=debug)
-
-    return worker_lifetime.supervise(child, restarts)
+    return supervised("tahq-worker", serve, restarts, debug=debug)
 
 
 def coordinator(

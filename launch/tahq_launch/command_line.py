@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -53,6 +54,25 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and log in
 Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device, e.g. cuda:1. Default: as configured.")
 ]
+Bind = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address to listen on for neighbours, e.g. 0.0.0.0:7001; port 0: any free port. Default: from the "
+        "stage's hosts entry, else the address that faces the coordinator.",
+    ),
+]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT|none",
+        help="Address that neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
+        "none: this machine only dials out. Default: the bound address.",
+    ),
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
+]
 RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run's folder, its name in runs/, or the name of a run that is live here."),
@@ -70,6 +90,30 @@ JsonPath = Annotated[
 ]
 
 log = logging.getLogger("tahq")
+
+
+def check_worker_options(device: str | None, **addresses: str | None) -> None:
+    """Refuse what the worker would refuse only later: a malformed device, or address by its option's name."""
+    from tahq.comm.zmq.addresses import parse_address
+
+    if device is not None and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", device) is None:
+        raise typer.BadParameter(f"expected auto, cpu, cuda or cuda:N; got {device!r}", param_hint="--device")
+    for option, address in addresses.items():
+        if address is not None and (option, address) != ("advertise", "none"):
+            parse_address(address, f"--{option}")
+
+
+def supervised(program: str, serve: Callable[[str, bool], int], restarts: int, *, debug: bool) -> int:
+    """Run a worker in child processes until its exit status is final; errors are reported by the child."""
+    from tahq_launch.start import worker_lifetime
+
+    def child(worker_id: str, is_first: bool) -> int:
+        try:
+            return serve(worker_id, is_first)
+        except Exception as error:
+            return report_error(program, error, debug=debug)
+
+    return worker_lifetime.supervise(child, restarts)
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:

@@ -11,7 +11,18 @@ from typing import Annotated
 import typer
 
 from tahq.errors import UserError
-from tahq_launch.command_line import Debug, Device, Overrides, announce, log_to_stderr, report_error
+from tahq_launch.command_line import (
+    Advertise,
+    Bind,
+    Debug,
+    Device,
+    Overrides,
+    Restarts,
+    announce,
+    check_worker_options,
+    log_to_stderr,
+    supervised,
+)
 
 
 def invite(
@@ -57,26 +68,14 @@ def join(
             "account joined last, by its key.",
         ),
     ] = None,
-    bind: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Address to listen on for neighbours, e.g. 0.0.0.0:7001."),
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="Address that neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
-            "none: this machine only dials out. Default: its address towards the coordinator.",
-        ),
-    ] = None,
+    bind: Bind = None,
+    advertise: Advertise = None,
     device: Device = None,
     key: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="This machine's secret key, made if missing. Default: this account's key."),
     ] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
-    ] = 10,
+    restarts: Restarts = 10,
     debug: Debug = False,
 ) -> int:
     """Join a run with this machine, by an invite.
@@ -86,13 +85,9 @@ def join(
     Example: tahq join tahq-AV8cDm…
     """
     from tahq.comm.keys import Credentials, default_key_path, read_or_make_key_file
-    from tahq.comm.zmq.addresses import parse_address
     from tahq_launch.joining.invitation import last_joined, parse_invitation
-    from tahq_launch.start import worker_lifetime
 
-    for option, address in (("--bind", bind), ("--advertise", advertise)):
-        if address is not None and (option, address) != ("--advertise", "none"):
-            parse_address(address, option)
+    check_worker_options(device, bind=bind, advertise=advertise)
     given = None
     if invitation is not None:
         given = parse_invitation(sys.stdin.readline() if invitation == "-" else invitation)
@@ -101,29 +96,26 @@ def join(
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=False)
     logging.getLogger("tahq").info("dialling %s …", peer)
 
-    def child(worker_id: str, is_first: bool) -> int:
-        try:
-            from tahq.worker.control import WorkerOptions
-            from tahq_launch.joining.member import serve  # not before the fork: it starts threads
+    def serve(worker_id: str, is_first: bool) -> int:
+        from tahq.worker.control import WorkerOptions
+        from tahq_launch.joining import member  # not before the fork: it starts threads
 
-            options = WorkerOptions(
-                stage=-1,
-                peer=peer,
-                bind=bind,
-                advertise=advertise,
-                device=device,
-                worker_id=worker_id,
-                takeover=is_first,
-                credentials=credentials,
-                stands_by=True,
-                replaces_host=True,
-                stage_by_key=True,
-            )
-            return serve(options, given)
-        except Exception as error:
-            return report_error("tahq join", error, debug=debug)
+        options = WorkerOptions(
+            stage=-1,
+            peer=peer,
+            bind=bind,
+            advertise=advertise,
+            device=device,
+            worker_id=worker_id,
+            takeover=is_first,
+            credentials=credentials,
+            stands_by=True,
+            replaces_host=True,
+            stage_by_key=True,
+        )
+        return member.serve(options, given)
 
-    return worker_lifetime.supervise(child, restarts)
+    return supervised("tahq join", serve, restarts, debug=debug)
 
 
 def allow(

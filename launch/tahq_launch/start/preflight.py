@@ -72,7 +72,7 @@ def has_ssh(config: ClusterConfig) -> bool:
 
 
 def ask_hosts(given: ClusterConfig, *, is_deep: bool = False) -> tuple[list[Finding], str | None]:
-    """All that is found on the hosts that ssh reaches, by stage, and the address for `run.bind` (None: as it is).
+    """What is found on the hosts that ssh reaches, by stage; and the address for `run.bind`, None: it stays.
 
     UserError: a mistake in the configuration.
     """
