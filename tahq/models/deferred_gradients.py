@@ -11,7 +11,7 @@ Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,9 @@ def current_deferral() -> DeferredGradients | None:
     current = _current.get()
     return current[0] if current is not None and torch.is_grad_enabled() else None
 
+
+_ROW_ALIGNMENT = 16
+"""Bytes."""
 
 WeightCopies = dict[tuple[torch.Tensor, torch.dtype], Any]
 """Casts of weights, and under `training.precision: fp8` their codes.
@@ -231,9 +234,11 @@ class _Product(torch.autograd.Function):
         ctx.recomputation, ctx.of_input = recomputation, of_input
         ctx.save_for_backward(*(kept or ((cast,) if weight.requires_grad else ())))
         matrix = cast_weight(weight, dtype, ctx.copies)
+        if bias is None:
+            assert transposed
+            return linear(cast, matrix)
         if transposed:
-            return F.linear(cast, matrix, None if bias is None else bias.to(dtype))
-        assert bias is not None
+            return F.linear(cast, matrix, bias.to(dtype))
         return torch.addmm(bias.to(dtype), cast, matrix)
 
     @staticmethod
@@ -248,7 +253,10 @@ class _Product(torch.autograd.Function):
                 rows = x.reshape(-1, x.shape[-1])
                 accumulate_product(weight, *((gradient.t(), rows) if transposed else (rows.t(), gradient)))
             if bias is not None and bias.requires_grad:
-                accumulate(bias, gradient.sum(0))
+                if gradient.is_cuda:  # in half the time of a sum, and unrounded
+                    accumulate_product(bias, _ones(len(gradient), gradient.dtype, gradient.device), gradient)
+                else:
+                    accumulate(bias, gradient.sum(0))
 
         if ctx.deferred is None:
             of_parameters()
@@ -260,6 +268,21 @@ class _Product(torch.autograd.Function):
         matrix = cast_weight(weight, dtype, ctx.copies)
         of_input = ctx.of_input.add(gradient, matrix if transposed else matrix.t())
         return None if of_input is None else of_input.view(ctx.shape).to(ctx.input_dtype), *nothing
+
+
+@cache
+def _ones(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.ones(1, length, dtype=dtype, device=device)
+
+
+def linear(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """x·Wᵀ, [..., out], without a graph. On CUDA rows begin where fast kernels need it, of an odd vocabulary, too."""
+    width, lanes = len(matrix), _ROW_ALIGNMENT // x.itemsize
+    if not x.is_cuda or width % lanes == 0:
+        return F.linear(x, matrix)
+    y = x.new_empty(*x.shape[:-1], -(-width // lanes) * lanes)[..., :width]
+    torch.mm(x.reshape(-1, x.shape[-1]), matrix.t(), out=y.flatten(0, -2))
+    return y
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
@@ -335,15 +358,16 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: boo
 def accumulate_product(
     parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_whole: bool = True
 ) -> None:
-    """`accumulate` of left·right. On CUDA the product adds itself to a gradient in fp32, unrounded."""
+    """`accumulate` of left·right, of one row for a bias. On CUDA the product adds itself to one in fp32, unrounded."""
     if not (left.is_cuda and gradient_dtype(parameter) == torch.float32):
-        accumulate(parameter, left.mm(right), is_whole=is_whole)
+        accumulate(parameter, left.mm(right).view(parameter.shape), is_whole=is_whole)
         return
     total, share = parameter.grad, 1
     if total is None:
         total, share = torch.empty_like(parameter, dtype=torch.float32), 0
     widened: dict[str, Any] = {} if left.dtype == total.dtype else {"out_dtype": total.dtype}
-    torch.addmm(total, left, right, beta=share, out=total, **widened)
+    place = total.view(len(left), -1)
+    torch.addmm(place, left, right, beta=share, out=place, **widened)
     parameter.grad = total
     if is_whole:
         _announce(parameter)

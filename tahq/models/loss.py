@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from tahq.models.deferred_gradients import accumulate_product, cast_weight, product_dtype, shared_copies
+from tahq.models.deferred_gradients import accumulate_product, cast_weight, linear, product_dtype, shared_copies
 
 IGNORED_LABEL = -100
 
@@ -164,7 +164,7 @@ def chunked_cross_entropy(
     dtype, summed = product_dtype(hidden), torch.zeros((), device=hidden.device)
     matrix = cast_weight(weight, dtype, shared_copies())
     for rows, of_rows in _chunks(hidden, labels, num_chunks):
-        summed += cross_entropy(F.linear(rows.to(dtype), matrix), of_rows)[1]
+        summed += cross_entropy(linear(rows.to(dtype), matrix), of_rows)[1]
     return summed / divisor, summed
 
 
@@ -194,7 +194,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets = torch.split(of_hidden.view(-1, hidden.shape[-1]), len(parts[0][0]))
         for number, ((part, of_part), target) in enumerate(zip(parts, targets, strict=True), start=1):
             rows = part.to(dtype)
-            gradient, *sums = _differentiated(F.linear(rows, matrix), of_part, divisor, z_loss)
+            gradient, *sums = _differentiated(linear(rows, matrix), of_part, divisor, z_loss)
             loss += sums[0]
             summed += sums[1]
             target.copy_(gradient.mm(matrix))

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -80,6 +80,16 @@ class Parts:
 AroundBlock = Callable[[int, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 
+class Graphs(Protocol):
+    """Another way through the blocks of a slice."""
+
+    def begin(self) -> None:
+        """Before a step: no micro-batch is in flight."""
+
+    def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `ModelSlice.through_blocks`."""
+
+
 class ModelSlice(nn.Module):
     """Part of a causal language model, bit-equal to that part of the whole model.
 
@@ -91,6 +101,7 @@ class ModelSlice(nn.Module):
     `num_pieces`: equal parts that each sample is cut into; they do not see each other, and have positions of their own.
     `around_block`: computes a block, given its place in the slice, a function that computes it, and that function's
     argument; None: the function is called.
+    `graphs`: the way through the blocks; None: kernel by kernel.
     `loss_chunks`: above 1, `forward` leaves out the head, and `loss` computes so many chunks of tokens one by one.
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
     `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
@@ -112,6 +123,7 @@ class ModelSlice(nn.Module):
         self.random = random
         self.checkpoint_blocks = False
         self.around_block: AroundBlock | None = None
+        self.graphs: Graphs | None = None
         self.owns_products = False
         self.num_pieces = 1
         self.loss_chunks = 1
@@ -133,6 +145,15 @@ class ModelSlice(nn.Module):
             x = x.view(shape[0] * self.num_pieces, -1, *x.shape[2:])
         hidden = self._embed(x) if self.parts.embedding else x
         hidden = hidden if self.residual is None else hidden.to(self.residual)
+        hidden = (self if self.graphs is None else self.graphs).through_blocks(hidden)
+        if self.parts.head:
+            with self._products(hidden, self.deferred, shared_copies()):
+                hidden = self._part(self.spec.layout.final_norm)(hidden)
+                hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
+        return hidden if self.num_pieces == 1 else hidden.view(*shape, -1)
+
+    def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, S, C] before the slice's blocks to those behind them."""
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
         shared: dict[str, Any] = {}
@@ -143,11 +164,7 @@ class ModelSlice(nn.Module):
         for place, (window, block) in enumerate(zip(windows, self.blocks(), strict=True)):
             run = partial(self._run, block, shared | {"attention_mask": masks[window]})
             hidden = run(hidden) if self.around_block is None else self.around_block(place, run, hidden)
-        if self.parts.head:
-            with self._products(hidden, self.deferred, shared_copies()):
-                hidden = self._part(self.spec.layout.final_norm)(hidden)
-                hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
-        return hidden if self.num_pieces == 1 else hidden.view(*shape, -1)
+        return hidden
 
     def loss(self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of an output of the last slice, summed over labelled tokens.

@@ -205,6 +205,8 @@ class StageEngine:
         for chunk in self.chunks.values():
             chunk.module.train()
             chunk.module.num_pieces = self.num_pieces(number)
+            if chunk.module.graphs is not None:
+                chunk.module.graphs.begin()
         with self.stopwatch.measure("data"):
             batch = self.batches.train(number) if self.batches is not None else None
             sample_ids = self.order.micro_batches(number) if self.order is not None else None

@@ -26,6 +26,7 @@ from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_inputs import store_inputs
+from tahq.memory.block_graphs import BlockGraphs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.config import NEEDS_BF16, Offload
 from tahq.memory.fp8_products import check_fp8_units, use_fp8_products
@@ -228,6 +229,8 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         store_inputs(module, config.memory.agoq, config.memory.agoq.bits_of(stage))
     if config.training.precision == "fp8":
         use_fp8_products(module, config.training.fp8)
+    elif config.memory.activations == "none" and not config.training.is_low_rank:
+        module.graphs = BlockGraphs(module) if next(module.parameters()).is_cuda else None
 
 
 # -- the stage ---------------------------------------------------------------------------------------

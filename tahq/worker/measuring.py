@@ -147,7 +147,9 @@ class MeasuringMember:
         began_s = time.monotonic()
         for size in sizes:
             taken_s = time.monotonic() - began_s - measurement.compiled_s
-            if order.limit_s and (taken_s > order.limit_s or _is_no_faster(rows)) and len(rows) > 1:
+            # workers that share a GPU measure the same sizes, since means of theirs count
+            is_enough = taken_s > order.limit_s or (_is_no_faster(rows) and not order.shares_gpu)
+            if order.limit_s and is_enough and len(rows) > 1:
                 break
             begun += 1
             try:
@@ -365,6 +367,9 @@ class ComputeMeasurement:
             self._spec, parts, seed=0, device=self._device, random=random, weights=False, matrices=matrices
         )
         keep_as_configured(self._config, model, self._stage, micro_batch)
+        if model.graphs is not None:
+            model.graphs.begin()
+            model.graphs.begin()  # as in a second step
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
@@ -398,12 +403,15 @@ class ComputeMeasurement:
         def input_lap() -> tuple[float]:
             # autograd omits gradients that are not requested, but not within our own autograd functions
             has_own = self._config.memory.activations == "coat" or self._config.training.precision == "fp8"
-            model.deferred = DeferredGradients() if has_own else None
+            model.deferred = deferred = DeferredGradients() if has_own or model.graphs is not None else None
             y, gradient = forward()
             model.deferred = None
             start_s = now_s()
             torch.autograd.grad(y, x, gradient)
-            return (now_s() - start_s,)
+            took_s = now_s() - start_s
+            if deferred is not None and model.graphs is not None:
+                deferred.run()  # a graph's memory is then free for the next pass
+            return (took_s,)
 
         with sharing_copies_of([model]):
             times_s = self._timer.medians_s(lap)

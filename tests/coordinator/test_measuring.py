@@ -107,6 +107,19 @@ def test_workers_that_share_a_gpu_load_it_together(scene, begin, devices, shared
     assert [worker.orders[0].shares_gpu for worker in scene.measurers] == shared
 
 
+def test_times_of_workers_that_share_a_gpu_are_means_of_the_sizes_that_all_measured(scene, begin):
+    """One of them computed while the others did something else."""
+    alone, beside = ({**TIMES, "block_forward": seconds, "block_input_gradient": 0.001} for seconds in (0.002, 0.006))
+    rows = [[alone], [beside, {**beside, "micro_batch": 2 * TIMES["micro_batch"]}], [alone]]
+    devices = "cuda:0", "cuda:0", "cuda:1"
+    says = [ComputeMeasured(stage, 10**9, times, {}) for stage, times in enumerate(rows)]
+    changes = [{"hello": {"device": device}, "say": say} for device, say in zip(devices, says, strict=True)]
+    measured = begin(computers="aaa", **{f"stage{stage}": change for stage, change in enumerate(changes)})
+    scene.run()
+    found = [host.compute for host in measured.numbers(Imitated(), "").hosts]
+    assert [[times.block_forward for times in host] for host in found] == [[0.004], [0.004], [0.002]]
+
+
 def paths_of(scene, stage):
     return [[row[0] for row in order.peers] for order in scene.measurers[stage].orders[1:]]
 

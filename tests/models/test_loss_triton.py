@@ -9,13 +9,12 @@ from support.interpreter import DEVICE, on_device, sizes
 from support.samples import normal
 from support.small_slices import saved_storages
 from torch.nn import Parameter
-from torch.nn import functional as F
 
 from tahq.memory.agoq.stored_gradients import gradient_of, store_gradient
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_head, head_workspace, saved_by_head
 from tahq.models.config import ModelConfig
-from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, product
+from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, linear, product
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -156,10 +155,10 @@ def test_logits_that_were_overwritten_are_not_taken_for_logits():
 
 
 def head(dtype: torch.dtype) -> tuple[torch.Tensor, Parameter, torch.Tensor]:
-    """Hidden states [2, 13, 32], a head of 70 words with the gradient of an earlier micro-batch, and labels."""
+    """Hidden states [2, 13, 32], a head of 72 words with the gradient of an earlier micro-batch, and labels."""
     hidden = normal((2, 13, 32)).to(DEVICE, dtype).requires_grad_()
-    weight = Parameter(normal((70, 32), seed=1).to(DEVICE) / 4)
-    weight.grad = normal((70, 32), seed=2).to(DEVICE)
+    weight = Parameter(normal((72, 32), seed=1).to(DEVICE) / 4)
+    weight.grad = normal((72, 32), seed=2).to(DEVICE)
     labels = torch.arange(26, device=DEVICE).view(2, 13)
     labels[:, ::5] = IGNORED_LABEL
     return hidden, weight, labels
@@ -171,7 +170,7 @@ def head(dtype: torch.dtype) -> tuple[torch.Tensor, Parameter, torch.Tensor]:
 def test_chunks_give_the_bits_of_full_size_logits_whose_parts_are_added_in_order(num_chunks, z_loss, dtype):
     hidden, weight, labels = head(dtype)
     rows, matrix, size = hidden.detach().view(26, 32), weight.detach().to(dtype), -(-26 // num_chunks)
-    logits = torch.cat([F.linear(part, matrix) for part in rows.split(size)]).requires_grad_()
+    logits = torch.cat([linear(part, matrix) for part in rows.split(size)]).requires_grad_()
     whole = cross_entropy(logits, labels, DIVISOR, z_loss)
     whole[0].backward()
     summed, total = torch.zeros((), device=DEVICE), Parameter(weight.detach().clone())
@@ -180,7 +179,7 @@ def test_chunks_give_the_bits_of_full_size_logits_whose_parts_are_added_in_order
         rows.split(size), logits.grad.split(size), labels.view(26).split(size), strict=True
     ):
         with torch.no_grad():
-            summed += cross_entropy(F.linear(part, matrix), label)[1]
+            summed += cross_entropy(linear(part, matrix), label)[1]
             accumulate_product(total, gradient.t(), part, is_whole=True)
     of_hidden = torch.cat([gradient.mm(matrix) for gradient in logits.grad.split(size)])
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
@@ -222,7 +221,7 @@ def loss_of(module: ModelSlice, tokens: int, *, bf16: bool = False) -> torch.Ten
 
 
 def test_count_equals_what_is_kept_of_logits():
-    module, spec = last_part(30, 32, 70)
+    module, spec = last_part(30, 32, 72)
     saved = saved_storages(lambda: loss_of(module, 30)).items()
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept = sum(tensor.untyped_storage().nbytes() for at, tensor in saved if at not in own)
@@ -255,7 +254,7 @@ def test_peak_is_the_counted_one(tokens, channels, num_chunks, bf16):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_product_is_added_to_the_gradient_unrounded(has_past, is_stored, dtype):
     left, right = normal((70, 26)).to(DEVICE, dtype), normal((26, 32), seed=1).to(DEVICE, dtype)
-    weight, past = Parameter(normal((70, 32)).to(DEVICE)), normal((70, 32), seed=2).to(DEVICE)
+    weight, past = Parameter(normal((72, 32)).to(DEVICE)), normal((72, 32), seed=2).to(DEVICE)
     if is_stored:
         store_gradient(weight)
     expected = 2 * left.double() @ right.double()

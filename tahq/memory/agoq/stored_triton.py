@@ -114,14 +114,14 @@ class StoredNorm:
             narrowed = torch.empty(self._like.shape, dtype=self._dtype, device=device)
             of_input.narrowed = narrowed, of_input._version  # type: ignore[attr-defined]
         num_programs = min(self._tokens, max(256, _BACKWARD_ELEMENTS // _power_of_two(channels)))
-        parts = [torch.empty(num_programs, channels, device=device) for _ in self.parameters]
+        parts = torch.empty(len(self.parameters), num_programs, channels, device=device)
         self._launch(
             kernels.norm_backward_kernel, num_programs,
             gradient.contiguous(), of_input if past is None else past.contiguous(), *_pair(tensors), self._weight,
             of_input, narrowed, parts[0], parts[-1], self._tokens,
             ADDS=past is not None, NARROWS=narrows, per_warp=_BACKWARD_PER_WARP, **_EXACT,
         )  # fmt: skip
-        of_parameters = (part.sum(0).to(each.dtype) for part, each in zip(parts, self.parameters, strict=True))
+        of_parameters = (total.to(each.dtype) for total, each in zip(parts.sum(1), self.parameters, strict=True))
         return [each if is_needed else None for each, is_needed in zip((of_input, *of_parameters), needed, strict=True)]
 
     @cached_property

@@ -11,7 +11,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -244,19 +245,32 @@ class Measured:
         return found
 
     def _host(self, stage: int, imitated: Imitated) -> HostNumbers:
-        figures, times = self._computes[stage]
+        figures, _ = self._computes[stage]
         up, down = (self._access_rate(stage, end) for end in (0, 1))
         return HostNumbers(
             name=self.names[stage],
             host_link=_rounded(figures.host_link) or None,
             up=_slower(up, imitated.rate_bits_per_s),
             down=_slower(down, imitated.rate_bits_per_s),
-            compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in times],
+            compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in self._times(stage)],
             codecs={
                 spec: CodecTimes(encode_per_element=_rounded(encode_s), decode_per_element=_rounded(decode_s))
                 for spec, (encode_s, decode_s) in figures.codecs.items()
             },
         )
+
+    def _times(self, stage: int) -> list[LayerTimes]:
+        """A worker's times by size; on a shared GPU the means of its workers', which took turns in unequal shares.
+
+        Sleeping stages, which measure no input gradient, keep their own.
+        """
+        own, device = self._computes[stage][1], self._devices[stage]
+        if not device[1].startswith("cuda") or any(row.block_input_gradient is None for row in own):
+            return own
+        sharing = [times for other, (_, times) in self._computes.items() if self._devices[other] == device]
+        by_size = [[row for times in sharing for row in times if row.micro_batch == each.micro_batch] for each in own]
+        whole = [rows for rows in by_size if len(rows) == len(sharing)]
+        return [LayerTimes.model_validate(_means([row.model_dump() for row in rows])) for rows in whole] or own
 
     def _access_rate(self, stage: int, end: int) -> float | None:
         """The rate of an access link (end 0: up, 1: down), which carries at least as much as any path over it."""
@@ -307,6 +321,12 @@ def _slower(rate: float | None, limit: float | None) -> float | None:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of equal numbers the number, else the mean."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {name: each[0] if len(set(each)) == 1 else fmean(each) for name, each in columns.items()}
 
 
 def _rounded_floats(values: Mapping[str, object]) -> dict[str, float]:

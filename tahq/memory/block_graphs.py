@@ -1,0 +1,232 @@
+"""A slice's blocks as CUDA graphs: the host launches a micro-batch's forward, or backward, at once.
+
+Kernel by kernel a GPT2-XL block takes the host 2.4 ms forward and 2.4 ms backward on a cloud machine, whatever the
+micro-batch, where an H200 computes one sample in 0.6 ms (docs/dev/experiment-log.md). A graph has the same kernels,
+and so the same bits.
+
+Graphs read and write at the addresses of their recording, so each micro-batch in flight has a slot: a graph of its
+forward, one of its backward (of the gradient of its input, if the backward is split, and one of its weights'), and
+memory that all of a slot's graphs share and other slots do not. More slots are recorded as long as memory is free;
+micro-batches that find none are computed kernel by kernel.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tahq.kernel_launch import on_device_of
+from tahq.memory.free_memory import free_bytes
+from tahq.models.deferred_gradients import DeferredGradients, accumulate, gradient_dtype, shared_copies
+from tahq.models.keyed_dropout import KeyedDropout
+from tahq.models.slice import ModelSlice
+
+log = logging.getLogger(__name__)
+
+KEPT_FREE = 2 << 30
+"""Bytes of a device that no slot is recorded in: for evaluation, copies and other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Graphs of one micro-batch, and where they read and write."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    of_y: torch.Tensor
+    of_x: torch.Tensor
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    weights: torch.cuda.CUDAGraph | None
+    """Gradients of weights, of a split backward."""
+
+
+_Kind = tuple[torch.Size, torch.dtype, bool]
+"""Shape and dtype of hidden states, and whether the backward is split."""
+
+
+class BlockGraphs:
+    """Computes blocks by graphs from the second step on, when optimizer states have their memory.
+
+    `begin` is called before each step; all passes of a step share copies of weights (`sharing_weight_copies`).
+    """
+
+    def __init__(self, module: ModelSlice) -> None:
+        self._module = module
+        self._step = 0
+        self._slots: dict[_Kind, list[_Slot]] = {}
+        self._free: dict[_Kind, list[_Slot]] = {}
+        self._slot_bytes = 0
+        """Memory of the largest slot."""
+        self._has_failed = False
+        self._parameters: list[nn.Parameter] = []
+        self._gradients: list[torch.Tensor] = []
+        """Where recorded backwards add to the gradients of `_parameters`."""
+        self._copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}
+        """The casts of weights that recorded passes read."""
+
+    def begin(self) -> None:
+        """Before a step: no micro-batch is in flight."""
+        self._step += 1
+        self._free = {kind: list(slots) for kind, slots in self._slots.items()}
+
+    def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the slice's own, whose `deferred` it observes; in training by a slot, if there is one."""
+        is_step = self._step > 1 and torch.is_grad_enabled() and shared_copies() is not None
+        deferred = self._module.deferred
+        slot = self._taken(hidden, deferred is not None) if is_step and hidden.requires_grad else None
+        if slot is None:
+            return self._module.through_blocks(hidden)
+        y: torch.Tensor = _Replay.apply(hidden, self, slot, deferred)  # type: ignore[no-untyped-call]
+        return y
+
+    def _taken(self, hidden: torch.Tensor, is_split: bool) -> _Slot | None:
+        """A slot that is not in use, recorded if need be and possible."""
+        if not self._parameters:
+            if not _has_fixed_kernels(self._module):
+                return None
+            self._parameters = [each for block in self._module.blocks() for each in block.parameters()]
+        self._refresh_copies()
+        kind: _Kind = hidden.shape, hidden.dtype, is_split
+        free = self._free.setdefault(kind, [])
+        if not free and not self._has_failed and free_bytes(hidden.device) >= self._slot_bytes + KEPT_FREE:
+            try:
+                with on_device_of(hidden):
+                    slot = self._record(hidden, is_split)
+            except RuntimeError as error:
+                self._has_failed = True
+                log.warning("computing the blocks without further CUDA graphs: %s", error)
+                return None
+            self._slots.setdefault(kind, []).append(slot)
+            return slot
+        return free.pop() if free else None
+
+    def _refresh_copies(self) -> None:
+        """Once in a step: cast the weights anew, for all passes of it."""
+        shared: Any = shared_copies()
+        if any(each not in shared for each in self._copies):
+            with torch.no_grad():
+                for (weight, _), copy in self._copies.items():
+                    copy.copy_(weight)
+            shared.update(self._copies)
+
+    def _record(self, hidden: torch.Tensor, is_split: bool) -> _Slot:
+        """Run the kernels once, so that they are compiled, then record them."""
+        autocast = partial(torch.autocast, "cuda", torch.get_autocast_dtype("cuda"))
+        # the context's cache of casts would not outlive the step
+        casting = partial(autocast, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
+        x, of_y = hidden.detach().clone().requires_grad_(), torch.zeros_like(hidden)
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with self._apart(is_split) as deferred, autocast(enabled=False):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                with casting():
+                    y = self._module.through_blocks(x)
+                self._backward(x, y, of_y)
+                deferred.run()
+            torch.cuda.current_stream().wait_stream(stream)
+            of_blocks, shared = set(map(id, self._parameters)), shared_copies() or {}
+            self._copies |= {key: copy for key, copy in shared.items() if id(key[0]) in of_blocks}
+            del y
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            graphs = [torch.cuda.CUDAGraph() for _ in range(3 if is_split else 2)]
+            record = partial(torch.cuda.graph, pool=torch.cuda.graph_pool_handle(), stream=stream)
+            # codecs work in other threads meanwhile
+            record = partial(record, capture_error_mode="thread_local")
+            with record(graphs[0]), casting():
+                y = self._module.through_blocks(x)
+            with record(graphs[1]):
+                of_x = self._backward(x, y, of_y)
+            if is_split:
+                with record(graphs[2]):
+                    deferred.run()
+            self._slot_bytes = max(self._slot_bytes, torch.cuda.memory_reserved() - before)
+        return _Slot(x, y.detach(), of_y, of_x, graphs[0], graphs[1], graphs[2] if is_split else None)
+
+    @contextmanager
+    def _apart(self, is_split: bool) -> Iterator[DeferredGradients]:
+        """A context in which passes add to `_gradients`, and leave gradients of weights to a deferral of their own."""
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(p, dtype=gradient_dtype(p)) for p in self._parameters]
+        before, own = self._module.deferred, DeferredGradients()
+        gradients = [each.grad for each in self._parameters]
+        try:
+            self._module.deferred = own if is_split else None
+            for parameter, place in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = place
+            yield own
+        finally:
+            self._module.deferred = before
+            for parameter, kept in zip(self._parameters, gradients, strict=True):
+                parameter.grad = kept
+
+    def _backward(self, x: torch.Tensor, y: torch.Tensor, of_y: torch.Tensor) -> torch.Tensor:
+        """The gradient of x; adds those of weights that are not deferred. AccumulateGrad would change streams."""
+        of_x, *others = torch.autograd.grad(y, [x, *self._parameters], of_y, allow_unused=True)
+        with torch.no_grad():
+            for parameter, gradient in zip(self._parameters, others, strict=True):
+                if gradient is not None:  # others were added by their products
+                    accumulate(parameter, gradient)
+        return of_x
+
+    def replay_backward(self, slot: _Slot, deferred: DeferredGradients | None) -> None:
+        """Replay a slot's backward, and give the slot back when gradients of weights are computed."""
+        self._place_gradients()
+        slot.backward.replay()
+        if deferred is None:
+            self._give_back(slot, is_split=False)
+        else:
+            deferred.add(partial(self._replay_weights, slot))
+
+    def _replay_weights(self, slot: _Slot) -> None:
+        assert slot.weights is not None
+        self._place_gradients()
+        slot.weights.replay()
+        self._give_back(slot, is_split=True)
+
+    def _give_back(self, slot: _Slot, *, is_split: bool) -> None:
+        self._free[slot.x.shape, slot.x.dtype, is_split].append(slot)
+
+    def _place_gradients(self) -> None:
+        """Let the parameters have the gradients that recorded backwards add to."""
+        for parameter, place in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is place:
+                continue
+            with torch.no_grad():
+                place.zero_() if parameter.grad is None else place.copy_(parameter.grad)
+            parameter.grad = place
+
+
+def _has_fixed_kernels(module: ModelSlice) -> bool:
+    """Whether every pass launches the same kernels, and the host does nothing else in it."""
+    layers = [layer for block in module.blocks() for layer in block.modules()]
+    parameters: list[Any] = [each for block in module.blocks() for each in block.parameters()]
+    has_hooks = any(getattr(each, "on_gradient", None) or each._post_accumulate_grad_hooks for each in parameters)
+    drops = any(isinstance(layer, KeyedDropout) and layer.p > 0 for layer in layers)
+    return bool(parameters) and not (module.around_block or module.checkpoint_blocks or has_hooks or drops)
+
+
+class _Replay(torch.autograd.Function):
+    """Hidden states through a slot's graphs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, graphs: BlockGraphs, slot: _Slot, deferred: DeferredGradients | None
+    ) -> torch.Tensor:
+        ctx.graphs, ctx.slot, ctx.deferred = graphs, slot, deferred
+        slot.x.copy_(x)
+        slot.forward.replay()
+        return slot.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.slot.of_y.copy_(gradients[0])
+        ctx.graphs.replay_backward(ctx.slot, ctx.deferred)
+        # the slot's own is overwritten by its next micro-batch, perhaps before this one is sent
+        return ctx.slot.of_x.clone(), None, None, None

@@ -1,0 +1,134 @@
+"""CUDA graphs of a slice's blocks: the bits of a pass that launches kernel by kernel, and when they are used."""
+
+from typing import get_args
+
+import pytest
+import torch
+from support.samples import normal
+from support.small_slices import make_slice, make_spec
+
+from tahq.memory import block_graphs
+from tahq.memory.block_graphs import BlockGraphs
+from tahq.memory.config import Recompute
+from tahq.models.deferred_gradients import DeferredGradients, after_gradient, sharing_weight_copies
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice
+
+pytestmark = pytest.mark.gpu
+FIRST_TWO, LAST_TWO = BlockRange(0, 2, 3), BlockRange(1, 3, 3)
+SHAPE = 2, 48, 320
+WHOLE = "F0 F1 F2 B0 F3 B1 B2 B3"
+SPLIT = "F0 F1 F2 B0 F3 B1 W0 W1 B2 B3 W2 W3"
+STEPS = 4
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Grows with each graph that is replayed."""
+    found, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(graph), replay(graph))[1])
+    return found
+
+
+def make(family: str, level: Recompute = "none", blocks: BlockRange = FIRST_TWO, **keys) -> ModelSlice:
+    return make_slice(make_spec(family, hidden_size=320, **keys), level, blocks=blocks, device="cuda")
+
+
+def compute(module: ModelSlice, order: str, *, bf16: bool, step: int) -> list[torch.Tensor]:
+    """A step in this order of forwards, backwards and gradients of weights; outputs and all gradients."""
+    if module.graphs is not None:
+        module.graphs.begin()
+    passes, deferrals, found, is_split = {}, {}, [], "W" in order
+    with sharing_weight_copies():
+        for kind, number in order.split():
+            seed = 10 * step + int(number)
+            if kind == "F":
+                tokens = torch.arange(96).view(2, 48).add(seed) % 100
+                x = tokens.cuda() if module.parts.embedding else normal(SHAPE, seed=seed).cuda().requires_grad_()
+                module.deferred = deferrals[number] = DeferredGradients() if is_split else None
+                with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+                    passes[number] = x, module(x)
+                found.append(passes[number][1].detach().clone())
+            elif kind == "B":
+                x, y = passes.pop(number)
+                y.backward(normal(y.shape, seed=1000 + seed).cuda().to(y.dtype))
+                found += [] if x.grad is None else [x.grad]
+            else:
+                deferrals.pop(number).run()
+    return found + [parameter.grad.clone() for parameter in module.parameters()]
+
+
+def train(module: ModelSlice, order: str, *, bf16: bool) -> list[torch.Tensor]:
+    """All outputs and gradients of a few steps, after each of which the weights change."""
+    found = []
+    for step in range(STEPS):
+        found += compute(module, order, bf16=bf16, step=step)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.001 * parameter.grad.sign()
+                parameter.grad = None
+            x = torch.zeros(2, 48, dtype=torch.int64, device="cuda")
+            module.eval()
+            found.append(module(x if module.parts.embedding else normal(SHAPE).cuda()))
+            module.train()
+    return found
+
+
+def check(family: str, order: str, *, bf16: bool = True, **keys) -> None:
+    plain, recorded = (make(family, **keys) for _ in range(2))
+    recorded.graphs = BlockGraphs(recorded)
+    expected = train(plain, order, bf16=bf16)
+    assert all(each.isfinite().all() for each in expected)
+    pairs = zip(expected, train(recorded, order, bf16=bf16), strict=True)
+    assert [index for index, (left, right) in enumerate(pairs) if not torch.equal(left, right)] == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("order", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+def test_bits_are_those_of_single_kernels(family, order, bf16, replays):
+    check(family, order, bf16=bf16)
+    assert len(replays) == (STEPS - 1) * len(order.split())
+
+
+@pytest.mark.parametrize("level", [level for level in get_args(Recompute) if level not in ("none", "block")])
+@pytest.mark.parametrize("order", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bits_are_those_of_single_kernels_where_parts_are_recomputed(family, order, level, replays):
+    check(family, order, level=level)
+    assert len(replays) == (STEPS - 1) * len(order.split())
+
+
+def test_last_slice(replays):
+    check("gpt2", SPLIT, blocks=LAST_TWO)
+    assert replays
+
+
+def test_micro_batches_that_find_no_slot_are_computed_by_single_kernels(monkeypatch, replays):
+    rooms = iter([True, True])
+    monkeypatch.setattr(block_graphs, "free_bytes", lambda device: 1 << 60 if next(rooms, False) else 0)
+    check("gpt2", SPLIT)
+    assert 0 < len(replays) < (STEPS - 1) * len(SPLIT.split())
+
+
+def test_slots_of_an_abandoned_step_are_free_again(replays):
+    plain, recorded = (make("gpt2") for _ in range(2))
+    recorded.graphs = BlockGraphs(recorded)
+    train(recorded, SPLIT, bf16=True)
+    compute(recorded, "F0 F1 F2 B0", bf16=True, step=0)
+    num_before = len(replays)
+    recorded.load_state_dict(plain.state_dict())
+    recorded.zero_grad()
+    pairs = zip(train(plain, SPLIT, bf16=True), train(recorded, SPLIT, bf16=True), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+    assert len(replays) == num_before + STEPS * len(SPLIT.split())
+
+
+@pytest.mark.parametrize("reason", ["dropout", "hook", "block"])
+def test_passes_that_differ_are_not_recorded(reason, replays):
+    module = make("gpt2", "block" if reason == "block" else "none", dropout=0.1 if reason == "dropout" else 0.0)
+    if reason == "hook":
+        after_gradient(next(module.blocks()).ln_1.weight, lambda parameter: None)
+    module.graphs = BlockGraphs(module)
+    train(module, WHOLE, bf16=True)
+    assert not replays
