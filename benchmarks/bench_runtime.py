@@ -52,7 +52,7 @@ class Multiplication(torch.nn.Module):
     """The least that a stage can compute and still have a gradient to send."""
 
     # as of a ModelSlice
-    checkpoint_blocks, loss_chunks, z_loss = False, 1, 0.0
+    checkpoint_blocks, loss_chunks, z_loss, graphs = False, 1, 0.0, None
     loss = ModelSlice.loss
 
     def __init__(self) -> None:
