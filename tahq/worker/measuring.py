@@ -164,7 +164,7 @@ class MeasuringMember:
         shape = (self._config.training.micro_batch, self._config.data.seq_len, measurement.hidden_size)
         for spec in order.codecs:
             begun += 1
-            working(f"timing {spec}, after compiling it if it is new here")
+            working(f"timing {spec}, compiled first if new")
             try:
                 codecs[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
             except CodecError as error:

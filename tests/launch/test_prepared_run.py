@@ -42,6 +42,9 @@ def test_resume_command_survives_a_shell_and_bind_wins_over_other_overrides():
         'run.bind="127.0.0.1:1"',
         'run.advertise="a.example:3"',
     )
+    seen = StartRequest(Path("cluster.yaml"), seen_at="[2001:db8::1]:7700")
+    assert seen.all_overrides == ('run.bind="[2001:db8::1]:7700"',)
+    assert seen.resume_command == "tahq-launch cluster.yaml --resume"  # it asks the hosts again
 
 
 def test_run_without_a_name_is_named_after_its_file_and_resumed_by_that(tmp_path):

@@ -256,7 +256,7 @@ def test_activities_are_counted_though_a_size_is_measured_again(monkeypatch):
     blocks = [activity for activity in said if activity.startswith("timing a block")]
     of_two = ["timing a block, micro-batches of 2 (2/3)"] * (1 + measuring.AGAIN)
     assert blocks == ["timing a block, micro-batches of 1 (1/3)", *of_two]
-    assert said[-2:] == [f"timing {RAW}, after compiling it if it is new here (3/3)", "waiting for the others"]
+    assert said[-2:] == [f"timing {RAW}, compiled first if new (3/3)", "waiting for the others"]
 
 
 def test_a_size_that_does_not_fit_is_left_out_with_a_note(members):

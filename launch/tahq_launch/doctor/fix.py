@@ -1,4 +1,4 @@
-"""What `tahq doctor --fix` repairs on hosts that ssh reaches, and how; each action is printed before it is done.
+"""What `tahq doctor --fix` repairs on hosts that ssh reaches, several at a time; each action is printed first.
 
 - install: this tahq's wheel goes to the host, and pip installs it into a venv there, with its requirements from the
   package index that the host uses;
@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import Final
 
 import tahq
@@ -29,6 +32,7 @@ from tahq.errors import UserError
 from tahq.units import format_size
 from tahq_launch.start.host_check import data_paths, place_of
 from tahq_launch.start.machine_checks import Finding, fault
+from tahq_launch.start.preflight import AT_ONCE
 from tahq_launch.start.worker_command import ssh_script
 
 VENV: Final = "tahq-venv"
@@ -71,6 +75,7 @@ class Fixer:
         self.overrides: list[str] = []
         self.left: list[Finding] = []
         self._config, self._say, self._done = config, say, set[tuple[int | None, str]]()
+        self._making_wheel = Lock()
         self._fixes: dict[str, Callable[[Finding], None]] = {
             "install": self._install,
             "workdir": self._make_folder,
@@ -84,14 +89,20 @@ class Fixer:
         """Repair what can be repaired and was not tried before; whether anything was."""
         todo = [each for each in findings if self._is_reached(each) and (each.stage, each.fix) not in self._done]
         self._done.update((each.stage, each.fix) for each in todo)
-        with tempfile.TemporaryDirectory(prefix="tahq-doctor-") as folder:
+        by_host = defaultdict[str, list[Finding]](list)
+        for each in todo:
+            by_host[each.host].append(each)
+        with tempfile.TemporaryDirectory(prefix="tahq-doctor-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
             self._folder = Path(folder)
-            for each in todo:
-                try:
-                    self._fixes[each.fix](each)
-                except UserError as error:
-                    self._say(f"{each.host}: {error}")
+            list(pool.map(self._fix_host, by_host.values()))
         return bool(todo)
+
+    def _fix_host(self, todo: Sequence[Finding]) -> None:
+        for each in todo:
+            try:
+                self._fixes[each.fix](each)
+            except UserError as error:
+                self._say(f"{each.host}: {error}")
 
     def _is_reached(self, finding: Finding) -> bool:
         """Whether it can be repaired from here: on this machine, or over ssh."""
@@ -138,11 +149,14 @@ class Fixer:
     def _wheel(self) -> Path:
         """A wheel of this tahq: what was installed from one, or the files of this checkout."""
         source = Path(tahq.__file__).parents[1]
-        if not (made := list(self._folder.glob("*.whl"))):
-            self._say(f"making a wheel of tahq {tahq.__version__} from {source}")
-            installed = next(source.glob("tahq-*.dist-info"), None)
-            made = [built_wheel(source, self._folder) if installed is None else packed_again(installed, self._folder)]
-        return made[0]
+        with self._making_wheel:
+            if not (made := list(self._folder.glob("*.whl"))):
+                self._say(f"making a wheel of tahq {tahq.__version__} from {source}")
+                installed = next(source.glob("tahq-*.dist-info"), None)
+                made = [
+                    built_wheel(source, self._folder) if installed is None else packed_again(installed, self._folder)
+                ]
+            return made[0]
 
     def _make_folder(self, finding: Finding) -> None:
         host = self._host(finding)

@@ -5,7 +5,6 @@ listens where the worker will listen, and dials the coordinator, the relay and i
 more, which takes longer. Hosts whose workers are started by hand are not asked.
 """
 
-import json
 import os
 import random
 import socket
@@ -56,7 +55,7 @@ def reachable_start(start: StartRequest) -> tuple[StartRequest, tuple[Finding, .
     if not has_ssh(given):
         return start, ()
     findings, bind = ask_hosts(given)
-    found = start if bind is None else replace(start, overrides=(*start.overrides, f"run.bind={json.dumps(bind)}"))
+    found = replace(start, seen_at=bind)
     if any(finding.check == "data" and finding.level == "warning" for finding in findings):
         announce("the hosts keep their order, since some in the middle do not have the data")
         found = replace(found, keeps_order=True)

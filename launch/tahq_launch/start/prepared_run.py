@@ -52,7 +52,8 @@ class StartRequest:
     `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
     `watch` is given the steps of each search for a schedule. `joins_again`: workers that were started by hand have
     measured, and join by themselves. `dashboard`: a page shows the run. `keeps_order`: no plan may reorder the hosts.
-    `joined` are overrides with the machines that have joined by invite: a later start finds them again by itself.
+    A later start finds again by itself: `joined`, overrides with the machines that have joined by invite, and
+    `seen_at`, where the hosts reach this machine, for `run.bind`.
     """
 
     config_path: Path
@@ -68,11 +69,12 @@ class StartRequest:
     dashboard: bool = False
     keeps_order: bool = False
     joined: tuple[str, ...] = ()
+    seen_at: str | None = None
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """`overrides`, those that `bind` and `advertise` stand for, and `joined`."""
-        given = {"run.bind": self.bind, "run.advertise": self.advertise}
+        """`overrides`, those that `bind`, `seen_at` and `advertise` stand for, and `joined`."""
+        given = {"run.bind": self.bind or self.seen_at, "run.advertise": self.advertise}
         # quoted, since YAML takes the brackets of an IPv6 address for a list
         own = (f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None)
         return (*self.overrides, *own, *self.joined)
