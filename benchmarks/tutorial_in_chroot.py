@@ -226,8 +226,9 @@ def transcript(torch: Typed, typed: list[Typed]) -> Iterator[str]:
         f"typing {typing_s * TYPED_PER_S:.0f} characters, at 200 a minute. Before that, downloading and installing "
         f"torch took {torch.seconds:.0f} s on one machine.\n\n"
         "Commands and cluster.yaml are those of the [tutorial](../tutorials/three-machines.md). The model is a small "
-        "stand-in, the books are the licences in `/usr/share/common-licenses`. All three machines share this one's "
-        "processors, and have 50 Mbit/s each; pip downloads at that rate too."
+        "stand-in, the books are the licences in `/usr/share/common-licenses`. Both, the wheel, sshd and ssh's keys "
+        "were there before. All three machines share this one's processors, and have 50 Mbit/s each; pip downloads "
+        "at that rate too."
     )
     for each in typed:
         note = "" if each.first_step_s is None else f", the first step after {each.first_step_s:.0f} s"
