@@ -1,10 +1,11 @@
 """Leads the workers of `tahq measure`: first each measures its own compute, all at once, then the paths between them.
 
+If a host cannot dial another, the other dials; if neither can, both dial this machine, which would relay their link.
 A path that cannot be measured is noted and the next is measured; a lost worker ends the measurement, and the figures
 so far are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tahq.comm.control.messages import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
@@ -12,7 +13,7 @@ from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.joining.seats import Seat, stage_list
 from tahq.errors import RemoteProtocolError
-from tahq.plan.measure.measurement import Job, Measured, MeasureRequest, planned_jobs
+from tahq.plan.measure.measurement import RELAY, Job, Measured, MeasureRequest, Pair, planned_jobs, relay_jobs
 
 MOST_S = 30.0
 """Longest measurement of a stream whose rate does not settle."""
@@ -27,10 +28,23 @@ class Measuring:
         request: what to measure.
         measured: where the figures go.
         machines: the machine of each stage; stages of one machine share its uplink.
+        open_relay: called once if there is a path that a run would relay; returns the port on this machine where it
+            can be measured. None: no path is relayed.
     """
 
-    def __init__(self, request: MeasureRequest, measured: Measured, machines: Sequence[str]) -> None:
+    def __init__(
+        self,
+        request: MeasureRequest,
+        measured: Measured,
+        machines: Sequence[str],
+        open_relay: Callable[[], int] | None = None,
+    ) -> None:
         self.measured = measured
+        self._open_relay = open_relay
+        self._relay_port = 0
+        self._apart: list[Pair] = []
+        self._undialled: set[tuple[int, int]] = set()
+        """The stage that could not measure, and the one that it dialled."""
         self._request, self._machines = request, machines
         self._ctx: RunContext
         self._computing: set[int] = set()
@@ -87,43 +101,78 @@ class Measuring:
         job = self._orders.get(figures.order)
         if job is None or job.dialler != seat.stage:
             raise RemoteProtocolError(f"{seat.name} sent figures of order {figures.order}, which is not its own")
-        num_failures = len(self.measured.failures)
         self.measured.take_paths(job, figures, seat.name)
-        for failure in self.measured.failures[num_failures:]:
-            self._ctx.warn(failure)
         del self._orders[figures.order]
+        if not figures.error:
+            return
+        self._undialled |= {(job.dialler, peer) for peer in job.peers}
+        if job.kind == "path" and not figures.round_trips:  # it could not be dialled
+            hello, ends = seat.hello, (job.peers[0], job.dialler)
+            if hello is not None and hello.address and ends not in self._undialled:
+                counts = (1, *self._request.connections)
+                self._add(
+                    [[Job("path" if count == 1 else "connections", ends[0], ends[1:] * count)] for count in counts]
+                )
+                return
+            if self._open_relay is not None:
+                self._apart.append(job.pair)
+                return
+        self._ctx.warn(self.measured.failures[-1])
+
+    def _add(self, batches: list[list[Job]]) -> None:
+        """Order these jobs next."""
+        self._batches[:0] = batches
+        self._num_batches += len(batches)
 
     def _plan(self) -> None:
         seats = self._ctx.seats.held
         endpoints = [Endpoint(seat.stage, seat.host, seat.hello.address if seat.hello else "") for seat in seats]
-        self._batches, apart = planned_jobs(endpoints, self._machines, self._request)
-        self._num_batches = len(self._batches)
+        batches, apart = planned_jobs(endpoints, self._machines, self._request)
+        self._add(batches)
         for pair in apart:
             self.measured.note_apart(pair)
-            self._ctx.warn(self.measured.failures[-1])
+            if self._open_relay is None:
+                self._ctx.warn(self.measured.failures[-1])
+            else:
+                self._apart.append(pair)
 
     def _next_batch(self) -> None:
         """Order the next jobs, unless all are done, without the peers that could not be reached before."""
-        while self._batches and not self._orders:
-            for job in self._batches.pop(0):
-                if job.kind != "path":
-                    peers = tuple(peer for peer in job.peers if not self.measured.has_failed(job.dialler, peer))
-                    job = replace(job, peers=peers)
-                if job.kind == "path" or len(job.peers) > 1:
+        while (self._batches or self._apart) and not self._orders:
+            if not self._batches:
+                self._relay()
+            for job in self._batches.pop(0) if self._batches else ():
+                peers = tuple(peer for peer in job.peers if (job.dialler, peer) not in self._undialled)
+                job = replace(job, peers=peers)
+                if len(job.peers) >= (2 if job.kind in ("connections", "access") else 1):
                     self._num_orders += 1
                     self._orders[self._num_orders] = job
                     self._ctx.send(self._ctx.seats[job.dialler], self._order(job))
 
+    def _relay(self) -> None:
+        """Have the hosts measure that need the relay; when they have, their paths are known."""
+        assert self._open_relay is not None, "else no pair is kept for it"
+        if not self._relay_port:
+            self._relay_port = self._open_relay()
+            self._add(relay_jobs(sorted({stage for pair in self._apart for stage in pair})))
+            return
+        for pair in self._apart:
+            self._ctx.warn(self.measured.note_relayed(pair))
+        self._apart.clear()
+
     def _order(self, job: Job) -> MeasurePaths:
         """Streams of one path end when they have settled; those that share a link must end together."""
-        hellos = {peer: self._ctx.seats[peer].hello for peer in job.peers}
-        peers: list[list[str | int]] = [
-            [peer, self.measured.names[peer], hello.address if (hello := hellos[peer]) else ""] for peer in job.peers
-        ]
+        peers: list[list[str | int]] = [[peer, self.measured.name_of(peer), self._address(peer)] for peer in job.peers]
         least_s, most_s = self._request.seconds, MOST_S
-        if job.kind != "path":
+        if job.kind not in ("path", "leg"):
             least_s = most_s = max(self._request.seconds, TOGETHER_S)
         return MeasurePaths(self._num_orders, peers, least_s, most_s)
+
+    def _address(self, peer: int) -> str:
+        if peer == RELAY:
+            return f":{self._relay_port}"
+        hello = self._ctx.seats[peer].hello
+        return hello.address if hello else ""
 
     def _activity(self) -> str:
         if self._computing:
@@ -138,4 +187,4 @@ class Measuring:
         if job.kind == "access":
             return f"{names[job.dialler]} and all others"
         over = f" over {len(job.peers)} connections" if len(job.peers) > 1 else ""
-        return " and ".join(names[stage] for stage in job.pair) + over
+        return " and ".join(map(self.measured.name_of, job.pair)) + over

@@ -113,6 +113,8 @@ class PathNumbers(Section):
     round_trip: Duration | None = None
     connections: int | None = Field(default=None, ge=1)
     """Number of TCP connections that carry this rate; None: one."""
+    relayed: bool | None = None
+    """Whether it goes over the relay, because neither host can dial the other; rate and round trip are of both legs."""
     failure: str | None = None
     """Reason why it could not be measured, so that the planner avoids it; None: it works."""
 
@@ -123,11 +125,23 @@ class PathNumbers(Section):
         return self
 
 
+class RelayNumbers(Section):
+    """The coordinator's machine, whose uplink and downlink all relayed paths share."""
+
+    host: str | None = None
+    """Its name among the hosts, whose uplink and downlink these are; None: it has no stage."""
+    up: Rate | None = None
+    """None: unlimited."""
+    down: Rate | None = None
+
+
 class ClusterNumbers(Section):
     """All hosts, and the known paths between them."""
 
     hosts: list[HostNumbers] = Field(min_length=1)
     paths: list[PathNumbers] = Field(default_factory=list)
+    relay: RelayNumbers | None = None
+    """None: no path is relayed."""
     round_trip: Duration = 0.0
     """Between hosts without a listed path."""
     source: str = ""
@@ -146,6 +160,10 @@ class ClusterNumbers(Section):
             for end, name in (("source", path.source), ("target", path.target)):
                 if name not in names and name not in sites:
                     raise ValueError(f"paths.{index}.{end}: unknown host or site {name}")
+        if self.relay is None and any(path.relayed for path in self.paths):
+            raise ValueError("relay is missing, but a path is relayed; give the rates of the coordinator's machine")
+        if self.relay is not None and self.relay.host is not None and self.relay.host not in names:
+            raise ValueError(f"relay.host: unknown host {self.relay.host}")
         listed_ends = Counter((path.source, path.target) for path in self.paths)
         for (source, target), count in listed_ends.items():
             if count > 1:

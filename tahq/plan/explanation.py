@@ -66,6 +66,8 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
     for cut in range(plan.num_stages - 1):
         seconds["activations", cut] = chunks * float(out.path[cut])
         seconds["gradients", cut] = chunks * float(back.path[cut])
+    if stages.relay_s:
+        seconds["relay", 0] = chunks * stages.relay_s
     ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
     return {resource: plan.num_micro_batches * seconds[resource] / prediction.step_s for resource in ranked}
 

@@ -163,12 +163,19 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
         *(chunks.nbytes, out.encode, out.decode, back.encode, back.decode),
         speed.latency * chunks.latency,
         *(speed.rates * table.path_rate[ends] for ends in (chunks.ends, chunks.ends[::-1])),
+        chunks.relayed,
     )
-    cuts = [CutCosts(*map(float, (*nbytes, *others))) for nbytes, *others in zip(*by_cut, strict=True)]
+    cuts = [
+        CutCosts(*map(float, (*nbytes, *others)), is_relayed=bool(is_relayed))
+        for nbytes, *others, is_relayed in zip(*by_cut, strict=True)
+    ]
     seconds = (times.forward, times.backward, times.input_gradient)
     update_s = stages.update_s(np.array(plan.layers, dtype=float), options)
     # frames wait where tahq chooses the next one only if uplinks are shaped; else links share an uplink as TCP does
     is_ordered = piece_nbytes is None or len(table.problem.firsts) > 1 or plan.first != "oldest"
+    relay: int | HostCosts = HostCosts(*(speed.rates * rate for rate in table.relay_rates))
+    if table.relay in plan.hosts:
+        relay = plan.hosts.index(table.relay)
     return Costs(
         compute_s=compute_seconds(*((speed.compute * each).tolist() for each in seconds)),
         cuts=cuts,
@@ -177,4 +184,5 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
         piece_nbytes=piece_nbytes,
         first=plan.first if is_ordered else None,
         queue_s=math.inf if piece_nbytes is None else SHORTEST_QUEUE_S,
+        relay=relay if chunks.relayed.any() else None,
     )

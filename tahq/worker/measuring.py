@@ -19,6 +19,7 @@ import torch
 
 from tahq import __version__
 from tahq.comm.control.messages import Assign, Bye, ComputeMeasured, Hello, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
 from tahq.config.stage_estimate import computes_in_bf16, micro_batch_shape
@@ -63,7 +64,8 @@ def measure(
 ) -> int:
     """Carry out orders to measure until there are no more; returns the exit status."""
     listening = listening_addresses(options, config, assign.stage)
-    with MeasuringMember(assign, config, device, listening, control.working) as member:
+    relay_host, _ = parse_address(options.peer, "coordinator")
+    with MeasuringMember(assign, config, device, listening, control.working, relay_host) as member:
         control.working("waiting for the others")
         control.send(
             Hello(
@@ -88,7 +90,8 @@ class MeasuringMember:
     """Carries out orders to measure and answers other workers; as a context, it listens until its end.
 
     `listening` are the address to bind, and the address that others dial if it differs; `working` is called with the
-    present activity, for the heartbeats. UserError: it cannot listen there.
+    present activity, for the heartbeats. `relay_host` is where this worker reaches the coordinator's machine.
+    UserError: it cannot listen there.
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class MeasuringMember:
         device: torch.device,
         listening: tuple[str, str | None],
         working: Callable[[str], None],
+        relay_host: str = "",
     ) -> None:
         self._stage = assign.stage
+        self._relay_host = relay_host
         self._config = config
         self._device = device
         self._working = working
@@ -177,7 +182,7 @@ class MeasuringMember:
         )
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
-        peers = [_peer(row) for row in order.peers]
+        peers = [_peer(row, self._relay_host) for row in order.peers]
         if not 0 < len(peers) <= _MOST_PEERS or not 0 <= order.least_s <= order.most_s <= LONGEST_S:
             raise RemoteProtocolError(f"the coordinator asked for {len(peers)} streams of {order.most_s} s at most")
         self._working(f"measuring the path to {', '.join(dict.fromkeys(peer.host for peer in peers))}")
@@ -193,8 +198,10 @@ class MeasuringMember:
         return PathsMeasured(self._stage, order.order, trips_s, outward, inward, error)
 
 
-def _peer(row: list[str | int]) -> Peer:
+def _peer(row: list[str | int], relay_host: str) -> Peer:
     match row:
+        case [int(stage), str(host), str(address)] if address.startswith(":") and address[1:].isdecimal():
+            return Peer(stage, host, format_address(relay_host, int(address[1:])))
         case [int(stage), str(host), str(address)] if address:
             return Peer(stage, host, address)
         case _:

@@ -21,7 +21,7 @@ from tahq.comm.control.messages import (
 )
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.service import Coordinator
-from tahq.plan.measure.measurement import Imitated, Measured, MeasureRequest
+from tahq.plan.measure.measurement import RELAY, Imitated, Measured, MeasureRequest
 
 CODEC = "raw:dtype=fp32"
 REQUEST = MeasureRequest(micro_batches=(1, 2), codecs=(CODEC,))
@@ -75,13 +75,13 @@ class Measurer:
 def begin(scene):
     """`begin(stage1={…})` builds a coordinator and three workers that measure; returns its figures."""
 
-    def make(request=REQUEST, join_again=None, computers="abc", **changes_by_stage):
+    def make(request=REQUEST, join_again=None, computers="abc", open_relay=None, **changes_by_stage):
         measured = Measured(["host0", "host1", "host2"], computers)
         scene.coordinator = Coordinator(
             replace(scene.options, is_measuring=True, join_again=join_again),
             scene.server,
             scene.observer,
-            measuring=Measuring(request, measured, "abc"),
+            measuring=Measuring(request, measured, "abc", open_relay),
             clock=scene.clock,
         )
         scene.measurers = [
@@ -141,20 +141,70 @@ def test_everything_is_measured_and_all_workers_leave(scene, begin):
 
 
 def test_a_peer_that_cannot_be_reached_is_named_and_not_tried_again_and_the_rest_measured(scene, begin):
-    measured = begin(replace(REQUEST, connections=(2,)), stage2={"unreachable": (0,)})
+    measured = begin(replace(REQUEST, connections=(2,)), stage0={"unreachable": (2,)}, stage2={"unreachable": (0,)})
     assert scene.run() == 3
     assert paths_of(scene, 2) == [[1], [1, 1], [0]]
     assert paths_of(scene, 1) == [[0], [0, 0], [0, 2]]
-    assert scene.end.message == "from host2 to host0: host0: Connection refused"
-    assert scene.observer.of("warned") == ["from host2 to host0: host0: Connection refused"]
+    both = "from host2 to host0: host0: Connection refused; from host0 to host2: host2: Connection refused"
+    assert scene.end.message == both
+    assert scene.observer.of("warned") == [both]
     numbers = measured.numbers(Imitated(), "")
     failed = {(path.source, path.target) for path in numbers.paths if path.failure}
     assert failed == {("host0", "host2"), ("host2", "host0")}
     assert sum(path.rate is not None for path in numbers.paths) == 4
 
 
+def test_host_that_cannot_dial_another_is_dialled(scene, begin):
+    measured = begin(replace(REQUEST, connections=(2,), access=False), stage2={"unreachable": (0,)})
+    assert scene.run() == 0
+    assert paths_of(scene, 2) == [[1], [1, 1], [0]]
+    assert paths_of(scene, 0) == [[2], [2, 2]]
+    assert scene.observer.of("warned") == []
+    numbers = measured.numbers(Imitated(), "")
+    assert numbers.relay is None
+    assert all(path.rate is not None and path.failure is None for path in numbers.paths)
+
+
+@pytest.mark.parametrize("hello", [{}, {"address": ""}])
+def test_path_that_a_run_would_relay_is_composed_of_its_legs(scene, begin, hello):
+    """Each leg is 10 Mbit/s to the relay and 20 from there, alone and when both are measured at once."""
+    opened = []
+    measured = begin(
+        replace(REQUEST, access=False),
+        open_relay=lambda: opened.append(7699) or 7699,
+        stage0={"unreachable": (2,), "hello": hello},
+        stage2={"unreachable": (0,), "hello": hello},
+    )
+    assert scene.run() == 0
+    assert opened == [7699]
+    for stage in (0, 2):
+        assert scene.measurers[stage].orders[-1].peers == [[RELAY, "the coordinator's machine", ":7699"]]
+    assert [RELAY] not in paths_of(scene, 1)
+    (warning,) = scene.observer.of("warned")
+    assert warning.startswith("as neighbours host0 and host2 would be relayed through the coordinator's machine: ")
+    numbers = measured.numbers(Imitated(), "")
+    relayed = {(path.source, path.target): path for path in numbers.paths if path.relayed}
+    assert set(relayed) == {("host0", "host2"), ("host2", "host0")}
+    assert all((path.rate, path.round_trip, path.failure) == (1e7, 0.04, None) for path in relayed.values())
+    assert (numbers.relay.host, numbers.relay.up, numbers.relay.down) == (None, 4e7, 2e7)
+
+
+def test_path_stays_failed_if_the_relay_cannot_be_reached_either(scene, begin):
+    measured = begin(
+        open_relay=lambda: 7699, stage0={"unreachable": (2, RELAY)}, stage2={"unreachable": (0,)}, request=REQUEST
+    )
+    assert scene.run() == 3
+    assert "from host2 to host0: host0: Connection refused" in scene.end.message
+    assert "from host0 to the coordinator's machine: the coordinator's machine: Connection refused" in (
+        scene.observer.of("warned")
+    )
+    numbers = measured.numbers(Imitated(), "")
+    assert numbers.relay is None
+    assert {path.source for path in numbers.paths if path.failure} == {"host0", "host2"}
+
+
 def test_workers_join_again_where_a_run_follows_even_if_a_path_failed(scene, begin):
-    begin(join_again=frozenset({0, 2}), stage2={"unreachable": (0,)})
+    begin(join_again=frozenset({0, 2}), stage0={"unreachable": (2,)}, stage2={"unreachable": (0,)})
     assert scene.run() == 0
     told = [scene.server.told(f"worker-{stage}".encode(), StartOver) for stage in range(3)]
     assert [bool(orders) for orders in told] == [True, False, True]

@@ -9,6 +9,8 @@ from support.processes import children, command_line, wait_until
 from support.runs import Run, environment, tiny, train, write_config
 from support.warm_process import WarmProcess
 
+from tahq_launch.plan.numbers import read_numbers
+
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 
 ADDRESSES = {"IPv4": ("10.98.0.1:7700", "10.98.0.2", "10.98.0.3"), "IPv6": ("[fd98::1]:7700", "fd98::2", "fd98::3")}
@@ -28,10 +30,18 @@ def machines():
 class FirewalledRun:
     """A coordinator on the hub, and a worker behind each firewall."""
 
-    def __init__(self, folder, machines: Machines, addresses: tuple[str, str, str], config: dict) -> None:
+    def __init__(
+        self,
+        folder,
+        machines: Machines,
+        addresses: tuple[str, str, str],
+        config: dict,
+        command: tuple[str, ...] = ("coordinator", "cluster.yaml"),
+    ) -> None:
         self._folder, (peer, *hosts) = folder, addresses
+        config = {**config, "run": {**config["run"], "bind": peer}}
         write_config(folder, {**config, "hosts": [{"address": address} for address in hosts]})
-        self._coordinator = (machines.hub, folder, "tahq", "coordinator", "cluster.yaml", "--bind", peer)
+        self._coordinator = (machines.hub, folder, "tahq", *command)
         self.coordinator = self._start(*self._coordinator)
         self.workers = []
         for stage, name in enumerate((machines.left, machines.right)):
@@ -67,6 +77,27 @@ class FirewalledRun:
             self.end()
         assert self.coordinator.returncode == 0, stdout + stderr
         return Run(self.metrics.parent, 0, stdout, stderr)
+
+
+def test_path_between_hosts_behind_drop_inbound_is_measured_through_the_relay(tmp_path, machines):
+    command = ("measure", "cluster.yaml", "--micro-batch", "2", "--codecs", "raw", "--seconds", "0.3")
+    done = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], SMALL, command).finish()
+    numbers = read_numbers(tmp_path / "measured.yaml")
+    assert [path.relayed for path in numbers.paths] == [True, True]
+    for path in numbers.paths:
+        assert path.rate > 1e6
+        assert 0 < path.round_trip < 1
+    assert min(numbers.relay.up, numbers.relay.down) >= max(path.rate for path in numbers.paths)
+    assert "as neighbours 10.98.0.2 and 10.98.0.3 would be relayed through the coordinator's machine" in done.stdout
+    assert "(relayed)" in done.stdout
+
+
+def test_run_that_measures_first_is_planned_and_trains_over_the_relay(tmp_path, machines):
+    config = {**SMALL, "pipeline": {"stages": 2}}
+    run = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], config).finish()
+    assert "planned for" in run.stdout
+    assert "the link between 10.98.0.2 and 10.98.0.3 is relayed through the coordinator's machine" in run.stdout
+    assert run.metrics[-1]["relayed_bytes"] > 0
 
 
 @pytest.mark.parametrize("family", ADDRESSES)

@@ -53,10 +53,13 @@ def free_port():
 
 
 def test_unreachable_host_is_named_and_the_other_figures_are_written(tmp_path, start):
-    """Workers by hand, the first of which advertises a closed port."""
+    """Workers by hand: the first advertises a closed port, the second only dials out, and nothing is relayed."""
     address, dead = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    hosts = [{"address": "127.0.0.1", "bind": "127.0.0.1:0", "advertise": dead}, {"address": "localhost"}]
-    config = tiny(pipeline={"stages": 2}, run={"bind": address})
+    hosts = [
+        {"address": "127.0.0.1", "bind": "127.0.0.1:0", "advertise": dead},
+        {"address": "localhost", "advertise": "none"},
+    ]
+    config = tiny(pipeline={"stages": 2}, run={"bind": address, "relay": "never"})
     path = str(write_config(tmp_path, {**config, "hosts": hosts}))
     (tmp_path / "out.yaml").write_text("last year's figures")
     options = ["--output", "out.yaml", "--micro-batch", "2", "--codecs", "raw", "--seconds", "0.3"]

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tahq.memory.coat.fp8_codes import OutputGradient
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.plan.cluster_numbers import LayerTimes
+from tahq.plan.measure.measurement import RELAY
+from tahq.plan.measure.meter import MeterServer
 from tahq.quant.config import WireConfig
 from tahq.worker import measuring
 from tahq.worker.measuring import ComputeMeasurement, DeviceTimer, MeasuringMember, seconds_per_element
@@ -278,6 +281,18 @@ def test_a_codec_that_does_not_run_here_is_left_out_with_a_note():
 def test_path_has_a_round_trip_and_two_rates(members):
     figures = members[1].carry_out(order_to((0, "host0", members[0].address)))
     assert (figures.stage, figures.order, figures.error) == (1, 5, "")
+    assert [len(row) for row in (figures.round_trips, figures.outward, figures.inward)] == [1, 1, 1]
+
+
+def test_path_to_the_relay_is_dialled_where_this_worker_reaches_the_coordinator():
+    assign = Assign(0, 7, "", "", is_measuring=True)
+    with (
+        closing(MeterServer(7, RELAY, "127.0.0.1:0", None)) as relay,
+        MeasuringMember(assign, CONFIG, CPU, ("127.0.0.1:0", "none"), lambda activity: None, "127.0.0.1") as member,
+    ):
+        port = relay.address.rpartition(":")[2]
+        figures = member.carry_out(order_to((RELAY, "the coordinator's machine", f":{port}")))
+    assert figures.error == ""
     assert [len(row) for row in (figures.round_trips, figures.outward, figures.inward)] == [1, 1, 1]
 
 

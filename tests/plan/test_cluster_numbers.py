@@ -29,6 +29,12 @@ def test_codecs_are_known_by_their_full_spec_however_they_are_written():
         (LayerTimes, {"block_forward": float("inf")}, "finite"),
         (PathNumbers, {"rate": 1e6, "failure": "no route"}, "a to b has a rate and a failure"),
         (ClusterNumbers, {"paths": [THERE, BACK, THERE]}, "a to b is listed 2 times"),
+        (
+            ClusterNumbers,
+            {"paths": [THERE.model_copy(update={"relayed": True})]},
+            "relay is missing, but a path is relayed",
+        ),
+        (ClusterNumbers, {"relay": {"host": "c"}}, "relay.host: unknown host c"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(kind, values, message):

@@ -200,7 +200,7 @@ def test_path_that_failed_has_its_reason_and_the_rest_is_kept(measured):
     assert len(numbers.hosts) == 2
     assert {path.failure for path in numbers.paths} == {error}
     measured.note_apart((0, 1))
-    assert measured.failures[1].startswith("host0 and host1: both only dial out")
+    assert measured.failures[-1].startswith("host0 and host1: both only dial out")
 
 
 def test_a_direction_that_was_measured_before_the_other_failed_is_kept(measured):

@@ -15,7 +15,8 @@ from support.schedules import check
 from tahq.comm.link.spec import First
 from tahq.errors import UserError
 from tahq.pipeline.schedule.generators import generate
-from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers, RelayNumbers
+from tahq.plan.explanation import bottleneck
 from tahq.plan.planner import plan
 from tahq.plan.prediction import Prediction, predict, step_time_s
 from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PipelinePlan, PlanProblem
@@ -206,6 +207,48 @@ def test_failed_path_is_not_taken():
     assert order in ((0, 2, 1), (1, 2, 0))
     assert plan(ask(pair(), paths=APART)).best.plan.num_stages == 1
     assert plan(ask(pair(memory=1_400_000), 4, 8, block=5e5, held=1e5, schedules=("1f1b",))).best.plan.num_stages == 2
+
+
+def relayed(*pairs, **numbers):
+    """Paths that are relayed, both ways."""
+    return [
+        PathNumbers(source=one, target=other, relayed=True, **numbers)
+        for pair in pairs
+        for one, other in (pair, pair[::-1])
+    ]
+
+
+NARROW = RelayNumbers(up=2e5, down=1e8)
+
+
+def test_hosts_that_can_dial_each_other_are_neighbours():
+    """Of hosts that are equal in all else: a and c would share the relay's uplink if they were neighbours."""
+    problem = ask([host(name) for name in "abc"], paths=relayed("ac"), relay=NARROW, num_stages=3)
+    assert plan(problem).best.plan.hosts[1] == 1
+
+
+def test_relayed_links_share_the_uplink_of_the_relays_host():
+    hosts = [host(name) for name in "abcd"]
+    fixed = PipelinePlan((0, 1, 2, 3), (1, 1, 1, 1), 1, 8, "1f1b", (), ("wf",) * 3, ("eden",) * 3)
+
+    def step_s(*pairs, relay=NARROW):
+        paths = relayed(*pairs, rate=1e8)
+        return step_time_s(ClusterTable(ask(hosts, 4, 8, paths=paths, relay=relay, num_stages=4)), fixed)
+
+    nbytes = sum(ask(hosts).frame_nbytes(codec, 1) for codec in ("wf", "eden"))
+    one, two = step_s("ab"), step_s("ab", "cd")
+    assert two >= 8 * 2 * nbytes * 8 / 2e5 > one
+    assert step_s("ab", "cd", relay=RelayNumbers(up=1e8, down=1e8)) < two
+    assert step_s("ab", "cd", relay=RelayNumbers(host="d", up=2e5, down=1e8)) < two  # c and d are not relayed
+    assert step_s("ab", relay=RelayNumbers(host="c", up=2e5, down=1e8)) > one  # beside the frames of c itself
+
+
+def test_relay_that_limits_the_step_is_the_bottleneck():
+    problem = ask([host("a"), host("b")], 2, 32, paths=relayed("ab"), relay=RelayNumbers(up=2e5), num_stages=2)
+    planned = plan(problem)
+    limit = bottleneck(planned.table, planned.best)
+    assert limit.resource == ("relay", 0)
+    assert limit.bound_s <= planned.step_s
 
 
 def test_codecs_are_coarse_only_where_the_wire_limits():

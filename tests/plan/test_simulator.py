@@ -171,6 +171,31 @@ def test_a_transfer_takes_the_slowest_of_uplink_path_and_downlink(pieces, uplink
     assert times(simulate(generate("gpipe", 2, 1), costs), "1F0")[0] == pytest.approx(arrival)
 
 
+@pytest.mark.parametrize("relay", [HostCosts(8 * 2, 8 * 4), 2])
+def test_a_relayed_frame_crosses_the_relays_downlink_and_its_uplink_piece_by_piece(relay):
+    # 12 bytes in pieces of 4, computed at 1, at the relay at 2: its downlink 2–3–4–5, its uplink 3–5–7–9, there at 10
+    cuts = [CutCosts(12, 0, latency_s=2, is_relayed=True), CutCosts()]
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    hosts = [HostCosts(), HostCosts(), HostCosts(8 * 2, 8 * 4)]
+    costs = Costs(base.compute_s, cuts, hosts, piece_nbytes=4, relay=relay)
+    timeline = simulate(generate("gpipe", 3, 1), costs)
+    assert times(timeline, "1F0")[0] == pytest.approx(10)
+    (transfer,) = [each for each in timeline.transfers if each.nbytes == 12]
+    assert (transfer.source, transfer.target, transfer.queued_s, transfer.start_s) == (0, 1, 1, 1)
+    assert transfer.delivered_s == pytest.approx(10)
+
+
+def test_a_relaying_host_sends_its_own_frames_and_those_of_others_over_one_uplink():
+    # stage 2's uplink takes a second per byte: its gradients 5–11–17, and those that it relays from 1 to 0 17–23–29
+    cuts = [CutCosts(0, 6, is_relayed=True), CutCosts(0, 6)]
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    hosts = [HostCosts(), HostCosts(), HostCosts(uplink_bits_per_s=8)]
+    timeline = simulate(generate("gpipe", 3, 2), Costs(base.compute_s, cuts, hosts, relay=2))
+    sent = [each for each in timeline.transfers if each.direction is Direction.BACKWARD]
+    assert len(sent) == 4
+    assert timeline.step_time_s == 30
+
+
 def test_a_slow_path_holds_up_no_other_path_of_its_sender():
     # the middle stage's uplink takes 12 bytes in 1 s; the path down takes 12 s for them, the path up none
     schedule = schedules.schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")

@@ -22,9 +22,9 @@ def cluster(*hosts, **numbers) -> ClusterNumbers:
 
 
 def ask(
-    hosts, num_layers=6, global_batch=8, *, held=0.0, block=0.0, paths=(), round_trip=0.0, **choices
+    hosts, num_layers=6, global_batch=8, *, held=0.0, block=0.0, paths=(), relay=None, round_trip=0.0, **choices
 ) -> PlanProblem:
-    numbers = cluster(*hosts, paths=list(paths), round_trip=round_trip)
+    numbers = cluster(*hosts, paths=list(paths), relay=relay, round_trip=round_trip)
     return PlanProblem(model(num_layers, global_batch, held=held, block=block), numbers, **choices)
 
 

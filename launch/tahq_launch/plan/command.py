@@ -264,6 +264,7 @@ def _links(planned: Planned) -> str:
             nbytes = table.problem.frame_nbytes(codec, plan.micro_batch)
             rate = float(table.pair_rate[source, target])
             ends, shown_rate = f"{names[cut]} {arrow} {names[cut + 1]}", format_rate(rate) if rate < math.inf else "–"
+            shown_rate += " (relayed)" * bool(table.relayed[source, target])
             times = f"{8000 * nbytes / rate:.3g}", f"{1000 * table.latency_s[source, target]:.3g}"
             rows.append((cut, ends, codec, format_size(nbytes), shown_rate, *times))
     titles = ["link", "from-to", "codec", "frame", "rate", "ms", "latency, ms"]
@@ -293,6 +294,8 @@ def _bottleneck(planned: Planned, limit: Bottleneck) -> str:
             "filling and draining the pipeline, with too few micro-batches to hide them; "
             f"the busiest resource is needed for {share}"
         )
+    if kind == "relay":
+        return f"uplink or downlink of the coordinator's machine, which relays links, needed for {share}"
     if kind in ("activations", "gradients"):
         source, target = (index, index + 1) if kind == "activations" else (index + 1, index)
         return f"the path {names[source]} → {names[target]} (link {index}, {kind}), needed for {share}"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,8 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool =
         "run": (config.run.device, config.run.threads),
         "stages": config.pipeline.num_workers,
     }
-    if has_paths:  # they are capped by what `links` imitates
+    if has_paths:  # they are capped by what `links` imitates, and may need the relay
+        parts["relay"] = config.run.relay != "never"
         parts["links"] = config.links.model_dump(mode="json", include={"rate", "delay"})
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_folder() / "measured" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.yaml"
@@ -514,6 +516,10 @@ def _lines(
     if not problem.in_order:
         without = f", without {', '.join(left_out)}, which would make it slower" if left_out else ""
         yield f"  hosts {' '.join(names)}{without} (pipeline.stages, pipeline.layers)"
+    for one, other in pairwise(chosen.hosts):
+        if table.relayed[one, other]:
+            ends = " and ".join(named(problem, (one, other)))
+            yield f"  the link between {ends} is relayed through the coordinator's machine (run.relay)"
     if chosen.num_stages > 1:
         yield f"  layers {' '.join(map(str, chosen.layers))} (pipeline.layers)"
     if not _is_set(given.training, "micro_batch"):

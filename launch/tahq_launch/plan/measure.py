@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tahq.comm.control.server import ControlServer
+from tahq.comm.zmq.addresses import format_address
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import dump_yaml, placed_errors
 from tahq.coordinator.measuring import Measuring
@@ -24,12 +25,13 @@ from tahq.errors import UserError
 from tahq.observe.run_history import RunHistory
 from tahq.observe.run_view import Observers, PlainLines
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
-from tahq.plan.measure.measurement import Imitated, Measured, MeasureRequest
+from tahq.plan.measure.measurement import RELAY, Imitated, Measured, MeasureRequest
+from tahq.plan.measure.meter import MeterServer
 from tahq.plan.measure.meter_wire import LONGEST_S
 from tahq.quant import CodecSpec
 from tahq.units import format_rate, format_size
 from tahq_launch.command_line import announce, check_writable, print_table
-from tahq_launch.start.launcher import ORDERLY, run_stages
+from tahq_launch.start.launcher import ORDERLY, relay_place, run_stages
 from tahq_launch.start.preflight import reachable_start, refuse
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest
 
@@ -89,6 +91,7 @@ def measured(
     """
     addresses: list[str] = []
     made: list[tuple[Measured, Imitated]] = []
+    opened = contextlib.ExitStack()
 
     def make_coordinator(prepared: PreparedRun, server: ControlServer) -> Coordinator:
         config = prepared.config
@@ -96,12 +99,15 @@ def measured(
         computers = ["this machine"] * len(labels)
         if isinstance(config.hosts, list):
             computers = [host.address for host in config.hosts]
-        measured = Measured(labels, computers)
+        local = config.local_stages if isinstance(config.hosts, list) else ()
+        measured = Measured(labels, computers, labels[local[0]] if local else None)
         in_namespaces = config.hosts == "namespaces"
         # Elsewhere workers shape in user space, which a measurement's plain sockets bypass.
         made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
         wanted = _completed(request, config) if request.known is None else request
-        measuring = Measuring(wanted, measured, labels if in_namespaces else computers)
+        place, run = relay_place(config, server), prepared.options.run_id
+        open_relay = None if place is None else lambda: _open_relay(opened, run, *place)
+        measuring = Measuring(wanted, measured, labels if in_namespaces else computers, open_relay)
         addresses.append(server.address)
         options = replace(prepared.options, is_measuring=True, hosts=measured.names, join_again=join_again)
         history = RunHistory()
@@ -111,7 +117,8 @@ def measured(
     # Dividing by measured cost would time the layers here; the workers are about to do that.
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
     start = replace(start, overrides=(*start.overrides, *own))
-    status = run_stages(start, make_coordinator, starts_workers=starts_workers, restarts_workers=False)
+    with opened:
+        status = run_stages(start, make_coordinator, starts_workers=starts_workers, restarts_workers=False)
     ((measured, imitated),) = made
     for note in measured.notes:
         announce(f"note: {note}")
@@ -120,6 +127,16 @@ def measured(
         return status, request.known.model_copy(update={"hosts": hosts}), addresses[0]
     source = f"tahq measure on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
     return status, measured.numbers(imitated, source) if measured.has_hosts else None, addresses[0]
+
+
+def _open_relay(opened: contextlib.ExitStack, run: int, host: str, port: int) -> int:
+    """Listen where the run's relay will, for workers that measure their paths to it; returns the port."""
+    try:
+        server = MeterServer(run, RELAY, format_address(host, port), None)
+    except UserError as error:
+        raise UserError(f"the relay: {error}; set run.relay to another port") from error
+    opened.callback(server.close)
+    return port
 
 
 def _completed(request: MeasureRequest, config: ClusterConfig) -> MeasureRequest:
@@ -198,7 +215,7 @@ def _time_cells(times: LayerTimes) -> tuple[str, ...]:
 def _path_row(path: PathNumbers) -> tuple[str, ...]:
     rate = format_rate(path.rate) if path.rate else ("failed" if path.failure else "")
     trip = _milliseconds(path.round_trip) if path.round_trip is not None else ""
-    return path.source, path.target, rate, trip, str(path.connections or 1)
+    return path.source, path.target, f"{rate} (relayed)" if path.relayed else rate, trip, str(path.connections or 1)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -142,14 +142,22 @@ def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: 
     return Coordinator(prepared.options, server, observer, journal=prepared.journal, relay=_relay(prepared, server))
 
 
+def relay_place(config: ClusterConfig, server: ControlServer) -> tuple[str, int] | None:
+    """Host and port of this machine on which a run's relay listens; None: it has none."""
+    if config.run.relay == "never" or config.hosts == "namespaces":
+        return None
+    port = server.port - 1 if config.run.relay == "auto" else config.run.relay
+    return parse_address(config.run.bind, "run.bind")[0], port
+
+
 def _relay(prepared: PreparedRun, server: ControlServer) -> Relay | None:
     """The relay of a run on machines that may not reach each other, which is not started yet."""
     config, keys, folder = prepared.config, prepared.keys, prepared.folder
-    if config.run.relay == "never" or config.hosts == "namespaces":
+    place = relay_place(config, server)
+    if place is None:
         return None
     return Relay(
-        parse_address(config.run.bind, "run.bind")[0],
-        server.port - 1 if config.run.relay == "auto" else config.run.relay,
+        *place,
         secret="" if keys is None else keys.coordinator.secret,
         run_id=prepared.options.run_id,
         num_links=len(prepared.options.grid.links()),

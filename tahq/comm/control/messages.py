@@ -523,7 +523,8 @@ class ComputeMeasured:
 class MeasurePaths:
     """coordinator → worker: measure the paths to these peers, all at the same time.
 
-    A row of `peers` is [stage, host, address to dial]; one that is there twice gets two connections.
+    A row of `peers` is [stage, host, address to dial]; one that is there twice gets two connections. An address
+    ":PORT" is of the coordinator's machine, as the worker reaches it.
     """
 
     order: int

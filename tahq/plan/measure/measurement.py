@@ -1,7 +1,8 @@
 """The measurements of a cluster that `tahq measure` asks of the workers, and the `ClusterNumbers` they give. Pure.
 
 A job is for one worker: it dials one or more peers and measures both directions. The jobs of a batch run at the same
-time. As in a run, the higher stage dials the lower one; where the lower one has no address, it dials the higher one.
+time. As in a run, the higher stage dials the lower one; where it cannot, the lower one dials. Where neither can, the
+path is relayed: both measure their paths to the coordinator's machine, of which the relayed path is composed.
 
 A missing measurement costs as little as possible: hosts without compute times are left out with their paths,
 everything else is kept.
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from tahq.comm.control.messages import ComputeMeasured, PathsMeasured
 from tahq.comm.topology import Endpoint
 from tahq.errors import RemoteProtocolError
-from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers, RelayNumbers
 
 WORTHWHILE_GAIN = 1.1
 """More connections are proposed if their rate is this many times that of fewer."""
@@ -27,8 +28,12 @@ WORTHWHILE_GAIN = 1.1
 Pair = tuple[int, int]
 """Two stages, the lower one first."""
 
-JobKind = Literal["path", "connections", "access"]
-"""A path, a path over several connections, or a host's uplink and downlink with all others at once."""
+RELAY = 0xFFFF_FFFF
+"""The coordinator's machine, as the peer of a job."""
+
+JobKind = Literal["path", "connections", "access", "leg", "legs"]
+"""A path, a path over several connections, or a host's uplink and downlink with all others at once; the path to the
+relay alone, or together with those of other hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,11 @@ def planned_jobs(
     return [batch for batch in batches if batch], sorted(apart)
 
 
+def relay_jobs(stages: Sequence[int]) -> list[list[Job]]:
+    """Batches of jobs of the workers whose paths are relayed: each path to the relay alone, then all at once."""
+    return [*([Job("leg", stage, (RELAY,))] for stage in stages), [Job("legs", stage, (RELAY,)) for stage in stages]]
+
+
 def measuring_rounds(machines: Sequence[str], *, parallel: bool) -> list[list[Pair]]:
     """Rounds of pairs that may measure at the same time: no machine, whose stages share its uplink, is in two of them.
 
@@ -158,21 +168,36 @@ class PathFigures:
     round_trip_s: float = math.inf
     rates: dict[int, float] = field(default_factory=dict)
     failure: str = ""
+    is_relayed: bool = False
 
 
 class Measured:
-    """Collects figures as they arrive; `names` of hosts and `computers`, whose stages share memory, are by stage."""
+    """Collects figures as they arrive; `names` of hosts and `computers`, whose stages share memory, are by stage.
 
-    def __init__(self, names: Sequence[str], computers: Sequence[str]) -> None:
+    `relay_host` is the name of the host on the coordinator's machine, None: it has no stage.
+    """
+
+    def __init__(self, names: Sequence[str], computers: Sequence[str], relay_host: str | None = None) -> None:
         self.names = tuple(names)
         self.computers = tuple(computers)
-        self.failures: list[str] = []
-        """The measurements that failed, in words."""
+        self._relay_host = relay_host
+        self._failures: dict[Pair | Job, str] = {}
         self.notes: list[str] = []
         self._computes: dict[int, tuple[ComputeMeasured, list[LayerTimes]]] = {}
         self._devices: dict[int, tuple[str, str]] = {}
         self._paths: dict[tuple[int, int], PathFigures] = defaultdict(PathFigures)
         self._access: dict[int, tuple[float, float]] = {}
+        self._legs: dict[int, tuple[float, float]] = {}
+        """Rates to and from the relay, of all hosts at once."""
+
+    @property
+    def failures(self) -> list[str]:
+        """The measurements that failed, in words."""
+        return list(self._failures.values())
+
+    def name_of(self, peer: int) -> str:
+        """The name of a stage's host, or of the relay."""
+        return "the coordinator's machine" if peer == RELAY else self.names[peer]
 
     @property
     def has_hosts(self) -> bool:
@@ -202,27 +227,43 @@ class Measured:
                 raise RemoteProtocolError(
                     f"{name} sent malformed {what}: got {row[:8]}, expected {len(job.peers)} positive numbers"
                 )
+        key = job.pair if job.kind == "path" else job
+        before = self._failures.pop(key, "")
         if figures.error:
-            others = ", ".join(dict.fromkeys(self.names[peer] for peer in job.peers))
-            self.failures.append(f"from {self.names[job.dialler]} to {others}: {figures.error}")
-        if job.kind == "access":
+            others = ", ".join(dict.fromkeys(map(self.name_of, job.peers)))
+            failure = f"from {self.names[job.dialler]} to {others}: {figures.error}"
+            self._failures[key] = f"{before}; {failure}" if before else failure
+        if job.kind in ("access", "legs"):
             if not figures.error:
-                self._access[job.dialler] = sum(figures.outward), sum(figures.inward)
+                sums = self._access if job.kind == "access" else self._legs
+                sums[job.dialler] = sum(figures.outward), sum(figures.inward)
             return
         ends = job.dialler, job.peers[0]
         for path, row in ((self._paths[ends], figures.outward), (self._paths[ends[::-1]], figures.inward)):
             path.round_trip_s = min([*figures.round_trips, path.round_trip_s])
             if row:
                 path.rates[len(job.peers)] = sum(row)
-            elif job.kind == "path":
-                path.failure = figures.error
+            if job.kind in ("path", "leg"):
+                path.failure = "" if row else figures.error
 
     def note_apart(self, pair: Pair) -> None:
-        """Note two hosts of which neither can be dialled."""
+        """Note two hosts that both only dial out."""
         one, other = (self.names[stage] for stage in pair)
         reason = "both only dial out; give one of them an address that the other can reach (advertise)"
-        self.failures.append(f"{one} and {other}: {reason}")
+        self._failures[pair] = f"{one} and {other}: {reason}"
         self._paths[pair].failure = self._paths[pair[::-1]].failure = reason
+
+    def note_relayed(self, pair: Pair) -> str:
+        """Note two hosts of which neither can dial the other: their path is relayed if both have measured theirs to
+        the relay. Returns what to tell the user."""
+        failure = self._failures[pair]
+        if any(self.has_failed(stage, RELAY) for stage in pair):
+            return failure
+        del self._failures[pair]
+        for ends in (pair, pair[::-1]):
+            self._paths[ends].failure, self._paths[ends].is_relayed = "", True
+        one, other = (self.names[stage] for stage in pair)
+        return f"as neighbours {one} and {other} would be relayed through {self.name_of(RELAY)}: {failure}"
 
     def has_failed(self, one: int, other: int) -> bool:
         """Whether a measurement between two stages failed, so that no other is needed."""
@@ -232,7 +273,10 @@ class Measured:
         """All that is known, rounded to four digits; `imitated` caps the rates and adds to the round trips."""
         hosts = self.with_free_memory([self._host(stage, imitated) for stage in sorted(self._computes)])
         known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
-        return ClusterNumbers(hosts=hosts, paths=[self._path(ends, imitated) for ends in known], source=source)
+        paths, relay = [self._path(ends, imitated) for ends in known], None
+        if any(path.relayed for path in paths):
+            relay = RelayNumbers(host=self._relay_host, up=self._relay_rate(1), down=self._relay_rate(0))
+        return ClusterNumbers(hosts=hosts, paths=paths, relay=relay, source=source)
 
     def with_free_memory(self, hosts: Sequence[HostNumbers]) -> list[HostNumbers]:
         """The measured hosts, each with its share of what is free on its device and, with a GPU, on its machine."""
@@ -279,8 +323,21 @@ class Measured:
         over_it = [max(path.rates.values()) for ends, path in self._paths.items() if ends[end] == stage and path.rates]
         return max([self._access[stage][end], *over_it])
 
+    def _relay_rate(self, end: int) -> float | None:
+        """The rate of the relay's downlink (end 0) or uplink (1): of all hosts at once, and at least that of each."""
+        alone = [
+            max(path.rates.values()) for ends, path in self._paths.items() if ends[1 - end] == RELAY and path.rates
+        ]
+        return _rounded(max([sum(rates[end] for rates in self._legs.values()), *alone])) or None
+
+    def _relayed(self, ends: tuple[int, int]) -> PathFigures:
+        """A relayed path, of its two legs."""
+        legs = self._paths[ends[0], RELAY], self._paths[RELAY, ends[1]]
+        trip_s = sum(leg.round_trip_s for leg in legs)
+        return PathFigures(trip_s, {1: min(leg.rates[1] for leg in legs)}, is_relayed=True)
+
     def _path(self, ends: tuple[int, int], imitated: Imitated) -> PathNumbers:
-        path = self._paths[ends]
+        path = self._relayed(ends) if self._paths[ends].is_relayed else self._paths[ends]
         count = chosen_connections(path.rates)
         trip_s = path.round_trip_s + 2 * imitated.delay_s
         return PathNumbers(
@@ -289,6 +346,7 @@ class Measured:
             rate=None if path.failure else _slower(path.rates.get(count), imitated.rate_bits_per_s),
             round_trip=_rounded(trip_s) if trip_s < math.inf else None,
             connections=count if count > 1 else None,
+            relayed=path.is_relayed or None,
             failure=path.failure or None,
         )
 

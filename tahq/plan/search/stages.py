@@ -61,6 +61,12 @@ class StageCosts:
         fewest_bits = [[codec] * (len(hosts) - 1) for codec in table.problem.fewest_bits]
         self.outward = self._direction(0, activations or fewest_bits[0], self.ends)
         self.inward = self._direction(1, gradients or fewest_bits[1], self.ends[::-1])
+        is_own_end = (self.ends[0] == table.relay) | (self.ends[1] == table.relay)
+        self.relayed: Flags = table.relayed[self.ends] & ~is_own_end
+        """Cuts whose frames go over another host's relay."""
+        relayed_nbytes = self.nbytes[self.relayed].sum()
+        self.relay_s = float(transmission_s(relayed_nbytes, min(table.relay_rates))) if relayed_nbytes else 0.0
+        """Seconds of a micro-batch on the slower of the relaying host's uplink and downlink."""
         frame_nbytes = np.zeros(len(hosts))
         frame_nbytes[:-1] += self.nbytes.sum(axis=1)
         frame_nbytes[1:] += self.nbytes.sum(axis=1)
@@ -177,6 +183,7 @@ class StageCosts:
             latency=self.latency,
             num_micro_batches=float(self.num_micro_batches),
             depths=depths,
+            relay_s=self.relay_s,
         )
 
     def likely_s(self, layers: Array, depths: Array, *, split: bool) -> Array:

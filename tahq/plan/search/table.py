@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, RelayNumbers
 from tahq.plan.problem import PlanProblem
-from tahq.plan.simulate.bound import Array
+from tahq.plan.simulate.bound import Array, Flags
 from tahq.quant import CodecSpec
 
 _UNREACHABLE_BITS_PER_S = 8e-3
@@ -48,7 +48,16 @@ class ClusterTable:
         self.host_memory = np.array([math.inf if each.host_memory is None else each.host_memory for each in hosts])
         self.host_link = np.array([0.0 if each.host_link is None else each.host_link for each in hosts])
         """0: not measured."""
-        self.path_rate, self.latency_s = _pairs(problem.cluster)
+        self.path_rate, self.latency_s, self.relayed = _pairs(problem.cluster)
+        relay = problem.cluster.relay or RelayNumbers()
+        self.relay = next((index for index, host in enumerate(hosts) if host.name == relay.host), None)
+        """The host that relays, if it is one of these."""
+        self.relay_rates = tuple(math.inf if rate is None else float(rate) for rate in (relay.up, relay.down))
+        """Of the relaying host's uplink and downlink."""
+        if self.relay is not None:  # measured with less at a time
+            for rates, rate in zip((self.up, self.down), self.relay_rates, strict=True):
+                rates[self.relay] = rate if math.isinf(rates[self.relay]) else max(rate, rates[self.relay])
+            self.relay_rates = float(self.up[self.relay]), float(self.down[self.relay])
         self._times: dict[int, HostTimes] = {}
         self.costs_of_plans: dict[object, object] = {}
         """`StageCosts` of the plans that were looked at, by what they depend on."""
@@ -97,6 +106,8 @@ class ClusterTable:
         """A number for each host, the same for hosts that are interchangeable; those that a path names never are."""
         cluster = self.problem.cluster
         on_paths = {end for path in cluster.paths for end in (path.source, path.target)}
+        if cluster.relay is not None:
+            on_paths.add(cluster.relay.host or "")
         known: dict[str, int] = {}
         faces = (
             host.name if host.name in on_paths else host.model_copy(update={"name": ""}).model_dump_json()
@@ -141,11 +152,12 @@ def _at(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
     return min(max(line, y0 * size / x0), y0) if size < sizes[0] else max(line, y1)
 
 
-def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
-    """Rate of each path, and its one-way latency: sites' paths first, hosts' over them."""
+def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array, Flags]:
+    """Rate of each path, its one-way latency, and whether it is relayed: sites' paths first, hosts' over them."""
     count = len(cluster.hosts)
     rate = np.full((count, count), math.inf)
     round_trip = np.full((count, count), cluster.round_trip)
+    relayed = np.full((count, count), False)
     members = {host.name: [index] for index, host in enumerate(cluster.hosts)}
     names = set(members)
     for index, host in enumerate(cluster.hosts):
@@ -154,6 +166,7 @@ def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
     known = {(path.source, path.target) for path in cluster.paths if path.round_trip is not None}
     for path in sorted(cluster.paths, key=lambda path: (path.source in names) + (path.target in names)):
         there = np.ix_(members[path.source], members[path.target])
+        relayed[there] = path.relayed is True
         if path.failure is not None:
             rate[there] = _UNREACHABLE_BITS_PER_S
         if path.rate is not None:
@@ -164,4 +177,4 @@ def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
                 round_trip[np.ix_(members[path.target], members[path.source])] = path.round_trip
     np.fill_diagonal(rate, math.inf)
     np.fill_diagonal(round_trip, 0.0)
-    return rate, round_trip / 2
+    return rate, round_trip / 2, relayed

@@ -11,6 +11,7 @@ gradient alone, where the backward is split), and X_r, Y_r those of a whole hop 
 
     compute of s:   T ≥ before_s + m·(f_s + i_s) + after_s     and     T ≥ before_s + m·(f_s + b_s)
     uplink, downlink, path, encoder, decoder: the same with the seconds of their frames in place of f_s + i_s
+    relay:          T ≥ m · the seconds of all relayed frames on the slower of the relaying host's two lines
     depth d of s:   T ≥ before_s + ⌈m / d⌉·(f_s + trip_s + b_s) − (b_s − i_s) + after_s
 
 the last because micro-batch k + d starts on s after the backward of k. Without a split i = b, and the two terms of a
@@ -30,9 +31,10 @@ from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.plan.simulate.costs import Costs
 
 Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 Resource = tuple[str, int]
-"""A limit: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut."""
+"""A limit: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut; relay 0."""
 
 _Use = tuple[Array, Array, Array]
 """One direction's use of a line or lane, by cut: when the first frame reaches it, a frame's time, the time after it."""
@@ -69,6 +71,7 @@ class StepSeconds:
     latency: Array
     num_micro_batches: float
     depths: Array | None = None
+    relay_s: float = 0.0
 
 
 def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = None, *, split: bool) -> StepSeconds:
@@ -87,6 +90,12 @@ def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = No
         lines = (transmission_s(nbytes, rate) for rate in rates)
         return DirectionSeconds(by_cut(f"{name}_encode_s"), by_cut(f"{name}_decode_s"), *lines)
 
+    relayed_nbytes = sum(cut.forward_nbytes + cut.backward_nbytes for cut in costs.cuts if cut.is_relayed)
+    relay = costs.hosts[costs.relay] if isinstance(costs.relay, int) else costs.relay
+    relay_s = 0.0
+    if relay is not None and relayed_nbytes:
+        relay_s = float(transmission_s(relayed_nbytes, min(relay.uplink_bits_per_s, relay.downlink_bits_per_s)))
+
     return StepSeconds(
         forward=seconds[ActionKind.F],
         backward=seconds[ActionKind.I] + seconds[ActionKind.W] if split else seconds[ActionKind.B],
@@ -96,6 +105,7 @@ def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = No
         latency=by_cut("latency_s"),
         num_micro_batches=num_micro_batches,
         depths=depths,
+        relay_s=relay_s,
     )
 
 
@@ -132,6 +142,8 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
     bounds = {(kind, stage): each[..., stage] for stage in range(compute.shape[-1]) for kind, each in by_stage.items()}
     if compute.shape[-1] == 1:
         return bounds
+    if costs.relay_s:
+        bounds["relay", 0] = np.full(before.shape[:-1], count * costs.relay_s)
     end = (costs.input_gradient + after)[..., :-1]
     end[..., 0] += weights[..., 0]
     return bounds | _wire_bounds(costs, (before + costs.forward)[..., :-1], trip[..., :-1], end)

@@ -6,7 +6,7 @@ limits.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tahq.comm.link.spec import First
 from tahq.pipeline.schedule.schedule import ActionKind
@@ -32,6 +32,8 @@ class CutCosts:
     latency_s: float = 0.0
     forward_bits_per_s: float = math.inf
     backward_bits_per_s: float = math.inf
+    is_relayed: bool = field(default=False, kw_only=True)
+    """Whether frames go to `Costs.relay`, which is at neither end, and from there on; each leg has half the latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Costs:
         first: which of the frames that wait for an uplink goes first; None: no order is kept, and links take
             turns piece by piece, about as TCP shares an uplink.
         queue_s: length of the queue before each downlink and path, as time at its rate; more waits in the sender.
+        relay: the stage whose host relays cuts, or a host without a stage.
         acknowledged: bytes on the receiver's uplink for each that it gets; they go before the next piece there.
     """
 
@@ -66,6 +69,7 @@ class Costs:
     first: First | None = "oldest"
     queue_s: float = math.inf
     acknowledged: float = 0.0
+    relay: int | HostCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)

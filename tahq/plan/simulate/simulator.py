@@ -10,7 +10,8 @@ Uplinks, paths and downlinks are lines of `tahq.comm.network_model`. A transfer 
 sender's uplink one after another and enter the path at once and the receiver's downlink one latency later. A free
 uplink takes a piece of the frame that goes first: the one queued first; where one direction is preferred, the first of
 those; where no order is kept, as under plain TCP, of the link whose turn it is. A piece is sent to its end. A host
-acknowledges what it receives: where its uplink is busy, the next piece there waits for these bytes.
+acknowledges what it receives: where its uplink is busy, the next piece there waits for these bytes. A frame of a
+relayed cut crosses the relaying host's downlink and then its uplink, piece by piece, each beside all else there.
 
 Queues before downlinks and paths hold `Costs.queue_s`. Flow and congestion control keep in the sender what does not
 fit: its uplink takes a piece of another link, or none until something has been delivered.
@@ -22,7 +23,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tahq.comm.link.frame import Direction
 from tahq.comm.link.outbound import Rank, rank_of
@@ -30,7 +31,7 @@ from tahq.comm.network_model import Line, transmission_s
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.grid import Cell, render
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule, schedule_dependencies
-from tahq.plan.simulate.costs import Costs, uniform_costs
+from tahq.plan.simulate.costs import Costs, HostCosts, uniform_costs
 
 Event = Callable[[float], None]
 
@@ -53,6 +54,8 @@ class Transfer:
     start_s: float = 0.0
     sent_s: float = 0.0
     delivered_s: float = 0.0
+    is_leg: bool = False
+    """Whether it is a piece on its way to the relay or from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +234,13 @@ class SimulatedNetwork:
 
     def __init__(self, costs: Costs, at: Callable[[float, Event], None]) -> None:
         self._costs, self._at = costs, at
-        self._uplinks = [_Uplink() for _ in costs.hosts]
+        relays = [costs.relay] if isinstance(costs.relay, HostCosts) else []
+        self._hosts = [*costs.hosts, *relays]
+        self._relay = costs.relay if isinstance(costs.relay, int) else len(costs.hosts)
+        self._uplinks = [_Uplink() for _ in self._hosts]
         self._paths: dict[tuple[int, int], Line] = defaultdict(Line)
         """By source and target."""
-        self._downlinks = [Line(host.downlink_bits_per_s) for host in costs.hosts]
+        self._downlinks = [Line(host.downlink_bits_per_s) for host in self._hosts]
         self._under_way: dict[int, float] = defaultdict(float)
         """Bytes by receiver, from all senders."""
         self._held_up: set[int] = set()
@@ -243,6 +249,34 @@ class SimulatedNetwork:
 
     def send(self, transfer: Transfer, now: float, deliver: Callable[[], None]) -> None:
         """Queue a frame on its source's uplink; `deliver` is called when its last byte is there and its times known."""
+        if self._costs.cuts[transfer.cut].is_relayed:
+            self._send_by_relay(transfer, now, deliver)
+        else:
+            self._send_leg(transfer, now, deliver)
+
+    def _send_by_relay(self, transfer: Transfer, now: float, deliver: Callable[[], None]) -> None:
+        """Send a frame's pieces to the relay, and each from there once it has come."""
+        transfer.queued_s, most = now, self._costs.piece_nbytes or transfer.nbytes
+        num_pieces = max(1, math.ceil(transfer.nbytes / most)) if most else 1
+
+        def send_piece(number: int) -> None:
+            nbytes = min(most, transfer.nbytes - number * most)
+            first = replace(transfer, target=self._relay, nbytes=nbytes, is_leg=True)
+            second = replace(transfer, source=self._relay, nbytes=nbytes, is_leg=True)
+
+            def arrive() -> None:
+                if number == 0:
+                    transfer.start_s = first.start_s
+                if number == num_pieces - 1:
+                    transfer.sent_s, transfer.delivered_s = first.sent_s, second.delivered_s
+                    deliver()
+
+            self._send_leg(first, now, lambda: self._send_leg(second, first.delivered_s, arrive))
+
+        for number in range(num_pieces):
+            send_piece(number)
+
+    def _send_leg(self, transfer: Transfer, now: float, deliver: Callable[[], None]) -> None:
         transfer.queued_s = now
         piece_nbytes = self._costs.piece_nbytes
         num_pieces = max(1, math.ceil(transfer.nbytes / piece_nbytes)) if piece_nbytes else 1
@@ -265,7 +299,7 @@ class SimulatedNetwork:
         nbytes = transfer.nbytes - full * queued.num_sent if is_last else full
         acknowledging = self._costs.acknowledged * uplink.to_acknowledge
         uplink.to_acknowledge = 0.0
-        sent_s = now + transmission_s(acknowledging + nbytes, self._costs.hosts[stage].uplink_bits_per_s)
+        sent_s = now + transmission_s(acknowledging + nbytes, self._hosts[stage].uplink_bits_per_s)
         if queued.num_sent == 0:
             transfer.start_s = now
         queued.num_sent += 1
@@ -293,8 +327,8 @@ class SimulatedNetwork:
         if self._costs.queue_s == math.inf or not link.under_way:
             return True
         transfer = link.waiting[0][1].transfer
-        queue_s = self._costs.queue_s + self._costs.cuts[transfer.cut].latency_s
-        allowed = queue_s * self._costs.hosts[target].downlink_bits_per_s / 8
+        queue_s = self._costs.queue_s + self._latency_s(transfer)
+        allowed = queue_s * self._hosts[target].downlink_bits_per_s / 8
         return self._under_way[target] <= allowed and link.under_way <= queue_s * self._path_bits_per_s(transfer) / 8
 
     def _travel(
@@ -304,7 +338,7 @@ class SimulatedNetwork:
         path = self._paths[transfer.source, transfer.target]
         path.rate_bits_per_s = self._path_bits_per_s(transfer)
         first_s, last_s = path.serve(nbytes, first_s, last_s)
-        latency_s = self._costs.cuts[transfer.cut].latency_s
+        latency_s = self._latency_s(transfer)
 
         def arrive(now: float) -> None:
             _, delivered_s = self._downlinks[transfer.target].serve(nbytes, first_s + latency_s, now)
@@ -328,6 +362,9 @@ class SimulatedNetwork:
                 self._held_up.discard(stage)
                 if not self._uplinks[stage].is_busy:
                     self._send_piece(stage, now)
+
+    def _latency_s(self, transfer: Transfer) -> float:
+        return self._costs.cuts[transfer.cut].latency_s / (1 + transfer.is_leg)
 
     def _path_bits_per_s(self, transfer: Transfer) -> float:
         cut = self._costs.cuts[transfer.cut]
