@@ -39,11 +39,11 @@ def test_open_ports_of_listed_hosts_follow_the_base_port():
 
 def test_minimal_configuration_has_defaults_and_is_frozen(file):
     config = file.load(LEAST)
-    assert (config.wire.activations, config.links.rate, config.hosts) == ("wf:bits=5", 1e8, "local")
+    assert (config.wire.activations, config.emulate.rate, config.hosts) == ("wf:bits=5", 1e8, "local")
     assert config.training.num_micro_batches == 4
     with pytest.raises(ValueError, match="frozen"):
         config.training.steps = 5
-    assert file.load(changed("  rate: 100mbit\n", "  # rate: 100mbit\n")).links.rate is None
+    assert file.load(changed("  rate: 100mbit\n", "  # rate: 100mbit\n")).emulate.rate is None
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_overrides_are_yaml_and_later_ones_win(file):
     assert config.training.steps == 30
     assert config.training.betas == (0.8, 0.9)
     assert config.training.clip_norm is None
-    assert (config.links.rate, config.links.delay) == (None, 0.005)
+    assert (config.emulate.rate, config.emulate.delay) == (None, 0.005)
     assert (config.wire.activations, config.wire.gradients) == ("aqsgd:cache=file", "aqsgd:bits=8,cache=none")
     assert config.model.overrides == {"a": {"b": 5}}
     assert config.data.tokens == ["a.bin"]

@@ -79,7 +79,7 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
         ("[" * 100_000, "is not JSON"),
         ("[]", "the top level: expected keys and values; got a list of 0"),
         ("{}", "model is missing; a run needs this section (and 1 more: data); do both ends run the same"),
-        (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
+        (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "emulate.rate: a rate needs a unit"),
     ],
 )
 def test_json_that_is_not_a_configuration_is_refused_in_one_line(text, message):

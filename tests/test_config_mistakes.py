@@ -88,7 +88,7 @@ def test_several_mistakes_are_one_line_with_the_first_in_full(file):
     assert many.endswith("(and 6 more: k1 in line 17, k2 in line 18, k3 in line 19, k4 in line 20, …)")
 
 
-@pytest.mark.parametrize("key", ["run.name", "run.bind", "links.rate", "wire.activations", "data.tokenizer", "x"])
+@pytest.mark.parametrize("key", ["run.name", "run.bind", "emulate.rate", "wire.activations", "data.tokenizer", "x"])
 def test_values_of_any_length_are_cut_in_messages(file, key):
     assert len(file.refusal(changed("steps: 10", f"steps: {'x' * 5000}"))) < 200
     text = "model: {family: gpt2}\ndata: {text: stdlib}\ntraining: {steps: 1, global_batch: 1}\n"
@@ -128,9 +128,9 @@ VALUES = [
     ("run.bind=localhost", "expected host:port, such as 0.0.0.0:7000 or [::1]:7000"),
     ("run.advertise=a:0", "peers dial this address, so it needs the real port"),
     ("run.device=gpu", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
-    ("links.rate=100", "a rate needs a unit, such as 100mbit; got 100"),
-    ("links.delay=5min", "expected at most 60s; got '5min'"),
-    ("links.backend=relay", "the backend relay was removed; run as root with auto"),
+    ("emulate.rate=100", "a rate needs a unit, such as 100mbit; got 100"),
+    ("emulate.delay=5min", "expected at most 60s; got '5min'"),
+    ("emulate.backend=relay", "the backend relay was removed; run as root with auto"),
     ("links.piece=1KiB", "expected 4KiB or more; got '1KiB'"),
     ("wire=papers", "expected keys and values, or one of the words paper, auto; got 'papers'"),
     ("wire.gradients=fixd", "codec spec 'fixd': no codec 'fixd'"),
@@ -141,8 +141,8 @@ VALUES = [
 KEYS = [
     ("data.lr=1", "data.lr is not a key of data; did you mean training.lr?"),
     ("data.zzz=1", "data.zzz is not a key of data; known are text, tokens, tokens_dtype, jsonl"),
-    ("links.hosts={host1: {upp: 1mbit}}", "links.hosts.host1.upp is not a key of links.hosts.host1"),
-    ("links.pairs=[{between: [a b, c]}]", "links.pairs.0.between.0: expected at most 32 letters"),
+    ("emulate.hosts={host1: {upp: 1mbit}}", "emulate.hosts.host1.upp is not a key of emulate.hosts.host1"),
+    ("emulate.pairs=[{between: [a b, c]}]", "emulate.pairs.0.between.0: expected at most 32 letters"),
     ("hosts=[{address: a, ssh: -oX}]", "hosts.0.ssh: expected [user@]host for ssh; got '-oX'"),
     ("hosts=[{address: a, ssh: b, env: {A=B: c}}]", "hosts.0.env.A=B: expected the name of an env"),
     ("hosts=[{address: a, env: {A: b}}]", "hosts.0: ssh_options, env and workdir are for hosts that are started by"),
@@ -197,7 +197,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         (["model.vocab_size=100"], "model.vocab_size 100 is below the 256 tokens of data.tokenizer"),
         (["pipeline.layers=[1, 1, 1, 2]"], "pipeline.layers [1, 1, 1, 2] adds up to 5 layers, model.num_layers is 4"),
         (["pipeline.stages=4", "pipeline.layers=[1, 3]"], "pipeline: layers lists 2 stages, stages is 4"),
-        (["links.delay=5s"], "links: a peer would look lost: a round trip takes 10 s"),
+        (["emulate.delay=5s"], "links: a peer would look lost: a round trip takes 10 s"),
         (["run.give_up=1s"], "run.give_up is 1s and run.peer_timeout 10s: a silent peer would be given up before"),
         (["wire.gradients=tah:alloc=64"], "wire.gradients does not fit model.hidden_size 32: tah:group=64,int4"),
         (
@@ -267,7 +267,10 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             ["memory.activations={kind: agoq, bit: 5}"],
             "memory: activations.bit: Extra inputs are not permitted; got 5; kn",
         ),
-        (["links.loss=0.01"], "links.loss is for hosts: namespaces, where the network is made on this machine; with"),
+        (
+            ["emulate.loss=0.01"],
+            "emulate.loss is for hosts: namespaces, where the network is made on this machine; with",
+        ),
     ],
 )
 def test_contradiction_names_both_keys(file, overrides, message):
@@ -277,10 +280,13 @@ def test_contradiction_names_both_keys(file, overrides, message):
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        ("hosts: {host4: {}}", "links.hosts: unknown host host4; expected host0, host1, host2, host3"),
-        ("hosts: {host1: {site: a}}, pairs: [{between: [a, b]}]", "links.pairs: unknown host or site 'b'; expected h"),
-        ("pairs: [{between: [host1, host1]}]", "links.pairs: expected two different hosts; got host1 twice"),
-        ("profile: cable, delay: 5ms", "links: profile cable also sets the network's delay; remove one of them"),
+        ("hosts: {host4: {}}", "emulate.hosts: unknown host host4; expected host0, host1, host2, host3"),
+        (
+            "hosts: {host1: {site: a}}, pairs: [{between: [a, b]}]",
+            "emulate.pairs: unknown host or site 'b'; expected h",
+        ),
+        ("pairs: [{between: [host1, host1]}]", "emulate.pairs: expected two different hosts; got host1 twice"),
+        ("profile: cable, delay: 5ms", "emulate: profile cable also sets the network's delay; remove one of them"),
         ("hosts: {host1: {delay: 6s}}", "links: a peer would look lost: a round trip takes 12 s"),
         ("hosts: {host1: {up: 100kbit}}", "links: a peer would look lost: a round trip takes 0 s and a piece of"),
     ],
@@ -300,8 +306,8 @@ SITES = "hosts: {host0: {site: x}, host1: {site: x}}"
 @pytest.mark.parametrize(
     ("links", "hosts", "message"),
     [
-        ("rate: 100mbit", "local", "links.rate and links.delay are enforced on ZMQ links only"),
-        ("delay: 5ms", AT_HOME, "links.rate and links.delay are enforced on ZMQ links only"),
+        ("rate: 100mbit", "local", "emulate.rate and emulate.delay are enforced on ZMQ links only"),
+        ("delay: 5ms", AT_HOME, "emulate.rate and emulate.delay are enforced on ZMQ links only"),
         ("cap_down: 50%", B_AND_C, "links.cap_down is enforced on ZMQ links only, and stage 1 has a link inside its"),
         ("delay: 0", B_CAPPED, "hosts.1.cap_up is enforced on ZMQ links only, and stage 1 has a link inside its site"),
         (f"{SITES}, cap_up: 1mbit", "namespaces", "links.cap_up is enforced on ZMQ links only, and stage 0 has a"),

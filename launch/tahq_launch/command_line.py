@@ -35,7 +35,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one key of the file, e.g. --set training.steps=200 --set links.rate=50mbit. May be repeated.",
+        help="Change one key of the file, e.g. --set training.steps=200 --set emulate.rate=50mbit. May be repeated.",
     ),
 ]
 Resume = Annotated[

@@ -74,8 +74,8 @@ class NamespaceHosts:
 def open_hosts(prepared: PreparedRun) -> Iterator[NamespaceHosts]:
     """Build the network of a run, measure it, and remove it afterwards; NetworkError if it is not as configured."""
     config = prepared.config
-    backend = config.links.backend
-    with build_network(network_of(config), backend=backend, option="links.backend", advice=_ADVICE) as network:
+    backend = config.emulate.backend
+    with build_network(network_of(config), backend=backend, option="emulate.backend", advice=_ADVICE) as network:
         maker = f"made by {network.backend}, TCP is {network.congestion_control}"
         announce(f"network of {config.pipeline.num_workers} hosts, {maker}; measuring it")
         begin_s = time.monotonic()
@@ -90,7 +90,7 @@ def open_hosts(prepared: PreparedRun) -> Iterator[NamespaceHosts]:
 
 def network_of(config: ClusterConfig) -> NetworkConfig:
     """The stages' hosts and the coordinator's, whose delay to each is that host's own."""
-    network = config.links.network(config.pipeline.num_workers)
+    network = config.emulate.network(config.pipeline.num_workers)
     path_keys = {"delay", "jitter", "loss", "reorder"}
     pairs = [
         PairConfig(between=(name, COORDINATOR), **host.model_dump(include=path_keys))

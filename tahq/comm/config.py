@@ -22,24 +22,14 @@ from tahq.comm.keys import parse_public_key
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import MAX_CONNECTIONS, First
 from tahq.comm.network_config import (
-    BackendName,
-    CongestionControl,
-    Delay,
-    HostChanges,
-    HostConfig,
+    EmulatedNetwork,
     Name,
-    NetworkConfig,
-    PairConfig,
-    Share,
-    Speed,
-    check_pairs,
     host_names,
-    listed,
     matching,
 )
 from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import ConfigError
-from tahq.units import WRITTEN_BY_HAND, Rate, Section, Size, parse_rate, write_rate
+from tahq.units import WRITTEN_BY_HAND, Section, Size, parse_rate, write_rate
 
 LinkTransport = Literal["zmq", "gloo", "nccl"]
 """Transport of a link's frames."""
@@ -119,18 +109,11 @@ Cap = Annotated[float | str, BeforeValidator(_validate_cap), PlainSerializer(_se
 
 
 class LinksConfig(Section):
-    """How fast and how far away the hosts are from each other, and how tahq uses the links.
+    """How tahq uses the links between the hosts.
 
-    `rate`, `delay` and `piece` are imitated inside the workers, or, with `hosts: namespaces`, by a real network on this
-    machine, for which the keys from `up` on are.
-
-    Example: `links: {rate: 100mbit, delay: 20ms}` or `links: {profile: cable}`
+    Example: `links: {cap_up: 60%, first: gradients}`
     """
 
-    rate: Rate | None = None
-    """Cap of each host's uplink and, separately, of its downlink. Not set: not limited."""
-    delay: Delay = 0.0
-    """One-way, between any two hosts; a round trip takes twice as long."""
     piece: Size = Field(default=256 * 1024, ge=4096, le=1024 * 1024)
     """Longest message; a larger frame travels in pieces."""
     inside: LinkTransport = "zmq"
@@ -145,74 +128,12 @@ class LinksConfig(Section):
     """The same for the downlink."""
     measured: str | None = Field(default=None, min_length=1)
     """A file of `tahq measure`, for a list of hosts: rates for shares, and the number of connections."""
-    up: Speed | None = None
-    """Uplink of each host, in place of `rate`."""
-    down: Speed | None = None
-    """Downlink of each host, in place of `rate`."""
-    jitter: Delay = 0.0
-    """Delays are spread evenly over `delay` ± `jitter`."""
-    loss: Share = 0.0
-    """Share of packets that are lost: 0.01 is 1 %."""
-    reorder: Share = 0.0
-    """Share of packets that overtake others."""
-    profile: str | None = Field(default=None, min_length=1)
-    """A kind of connection (`cable`, `4g`, …; `tahq-netem profiles` lists them), or a YAML file with one, in place
-    of rates and delays."""
-    hosts: dict[Name, HostChanges] = Field(default_factory=dict)
-    """Exceptions for some hosts; host0 runs stage 0, and so on."""
-    pairs: list[PairConfig] = Field(default_factory=list)
-    """Exceptions between some hosts or sites."""
-    congestion_control: CongestionControl | None = None
-    """TCP's, on every host: `cubic`, `bbr`, … Not set: cubic."""
-    tcp_slow_start_after_idle: bool | None = None
-    """Whether TCP begins slowly again after a pause. Not set: the kernel's setting, which is `true`."""
-    backend: BackendName = "auto"
-    """What shapes the network; `auto`: `kernel` where the kernel has netem, else `tun`."""
-
-    @model_validator(mode="after")
-    def _profile_says_it_all(self) -> "LinksConfig":
-        said = [key for key in ("rate", "up", "down", "delay", "jitter", "loss", "reorder") if getattr(self, key)]
-        if self.profile is not None and said:
-            raise ValueError(
-                f"profile {self.profile} also sets the network's {', '.join(said)}; remove one of them "
-                "(null), or put exceptions under hosts"
-            )
-        return self
-
-    @property
-    def shapes_in_namespaces(self) -> list[str]:
-        """The keys whose values only a network of namespaces can imitate."""
-        fields = type(self).model_fields
-        defaults = {key: fields[key].get_default(call_default_factory=True) for key in _OF_NAMESPACES}
-        return [key for key, default in defaults.items() if getattr(self, key) != default]
-
-    def network(self, num_hosts: int) -> NetworkConfig:
-        """The network of `num_hosts` stages under ``hosts: namespaces``, after its profile was applied.
-
-        Raises:
-            ValueError: `hosts` or `pairs` name unknown hosts or sites.
-        """
-        names = host_names(num_hosts)
-        unknown = [name for name in self.hosts if name not in names]
-        if unknown:
-            raise ValueError(f"hosts: unknown host {unknown[0]}; expected {listed(names)}")
-        common = {"up": self.up or self.rate, "down": self.down or self.rate}
-        common |= {key: getattr(self, key) for key in ("delay", "jitter", "loss", "reorder")}
-        changes = {name: self.hosts[name].model_dump(exclude_none=True) for name in self.hosts}
-        hosts = {name: HostConfig.model_validate(common | changes.get(name, {})) for name in names}
-        check_pairs(hosts, self.pairs)
-        of_all = {key: getattr(self, key) for key in _OF_ALL_HOSTS}
-        return NetworkConfig(hosts=hosts, pairs=self.pairs, **of_all)
-
-
-_OF_ALL_HOSTS = ("congestion_control", "tcp_slow_start_after_idle", "backend")
-_OF_NAMESPACES = ("up", "down", "jitter", "loss", "reorder", "profile", "hosts", "pairs", *_OF_ALL_HOSTS)
 
 
 class MachineConfig(Section):
     """Where the workers run: `local` (the default), `namespaces`, or a list, of which the n-th machine runs stage n.
 
-    With `namespaces` each worker has a host of a network that is made on this machine, as `links` says; needs root.
+    With `namespaces` each worker has a host of a network that is made on this machine, as `emulate` says; needs root.
 
     Example: `hosts: [{address: 198.51.100.20, ssh: ada@198.51.100.20}, {address: laptop.example.net, advertise: none}]`
     """
@@ -331,32 +252,32 @@ class HostRates:
     down_bits_per_s: float | None = None
 
 
-def host_shaping(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Shaping:
-    """The limits that the worker of a stage enforces between its sessions and its sockets; `links` has no profile.
+def host_shaping(links: LinksConfig, network: EmulatedNetwork, hosts: Hosts, stage: int, num_stages: int) -> Shaping:
+    """The limits that the worker of a stage enforces between its sessions and its sockets; `network` has no profile.
 
-    A cap that is a share refers to `links.rate` where the workers imitate it, to the rates of the stage's host under
+    A cap that is a share refers to `emulate.rate` where the workers imitate it, to the rates of the stage's host under
     ``hosts: namespaces``, or to a measured rate (`with_measured_rates`).
 
     Raises:
         ConfigError: a cap is a share, and the host's rate is unknown, or so low that the cap would be below the least.
     """
     is_imitated = hosts != "namespaces"
-    rates = HostRates(links.rate, links.rate)
+    rates = HostRates(network.rate, network.rate)
     if not is_imitated:
-        host = links.network(num_stages).hosts[host_names(num_stages)[stage]]
+        host = network.network(num_stages).hosts[host_names(num_stages)[stage]]
         rates = HostRates(host.up and GOODPUT_SHARE * host.up, host.down and GOODPUT_SHARE * host.down)
     own = hosts[stage] if isinstance(hosts, list) else None
-    caps = _caps(links, own, rates, is_imitated)
+    caps = _caps(links, own, rates, is_shaped=is_imitated and network.rate is not None)
     return Shaping(
-        links.rate if is_imitated else None,
-        links.delay if is_imitated else 0.0,
+        network.rate if is_imitated else None,
+        network.delay if is_imitated else 0.0,
         links.piece,
         *(_known(name, cap, rate, own, stage) for name, (cap, rate) in caps.items()),
     )
 
 
 def with_measured_rates(
-    links: LinksConfig, hosts: Sequence[MachineConfig], rates: Sequence[HostRates]
+    links: LinksConfig, network: EmulatedNetwork, hosts: Sequence[MachineConfig], rates: Sequence[HostRates]
 ) -> list[MachineConfig]:
     """The machines of a `hosts:` list, with shares of measured rates replaced by rates; other shares stay.
 
@@ -369,7 +290,7 @@ def with_measured_rates(
     for stage, (host, of_host) in enumerate(zip(hosts, rates, strict=True)):
         known = {
             name: _known(name, cap, rate, host, stage)
-            for name, (cap, rate) in _caps(links, host, of_host, True).items()
+            for name, (cap, rate) in _caps(links, host, of_host, is_shaped=network.rate is not None).items()
             if cap is not None and not (rate is None and isinstance(cap, str))
         }
         machines.append(host.model_copy(update=known))
@@ -377,12 +298,11 @@ def with_measured_rates(
 
 
 def _caps(
-    links: LinksConfig, own: MachineConfig | None, rates: HostRates, is_imitated: bool
+    links: LinksConfig, own: MachineConfig | None, rates: HostRates, *, is_shaped: bool
 ) -> dict[str, tuple[float | str | None, float | None]]:
     """The cap of a host's uplink and of its downlink, each with the rate that a share refers to."""
     up, down = rates.up_bits_per_s, rates.down_bits_per_s
     cap_up = (own.cap_up if own else None) or links.cap_up
-    is_shaped = is_imitated and links.rate is not None
     if cap_up is None and links.first != "oldest" and up is not None and not is_shaped:
         ordered = cap_bits_per_s(_ORDERED_CAP, up)
         cap_up = _ORDERED_CAP if ordered is not None and ordered >= LEAST_CAP_BITS_PER_S else None

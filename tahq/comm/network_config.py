@@ -1,6 +1,6 @@
 """Configuration of a network of hosts: each host's connection, and exceptions between pairs.
 
-Every network that tahq-netem builds is described by these sections, and `links:` of cluster.yaml uses them
+Every network that tahq-netem builds is described by these sections, and `emulate:` of cluster.yaml uses them
 under ``hosts: namespaces``, so the same key means the same in both. They are here because cluster.yaml is checked
 without tahq-netem; `tahq_netem.network.description.plan_network` resolves them for each pair of hosts.
 """
@@ -94,7 +94,7 @@ class PathChanges(Section):
 
 
 class HostChanges(PathChanges):
-    """Exceptions for one host; what is not set stays as `links` or its profile has it.
+    """Exceptions for one host; what is not set stays as `emulate` or its profile has it.
 
     Example: `links.hosts: {host1: {up: 20mbit, site: home}, host2: {site: lab, loss: 0.01}}`
     """
@@ -143,6 +143,75 @@ class NetworkConfig(Section):
     def _pairs_name_hosts_and_sites(self) -> "NetworkConfig":
         check_pairs(self.hosts, self.pairs)
         return self
+
+
+class EmulatedNetwork(Section):
+    """Slow links between the hosts.
+
+    `rate` limits each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
+    Under ``hosts: namespaces`` they describe a network on this machine, as do the keys from `up` on;
+    elsewhere rate and delay are enforced between session and socket, in user space.
+    """
+
+    rate: Rate | None = None
+    delay: Delay = 0.0
+    up: Speed | None = None
+    """Uplink rate of each host, in place of `rate`."""
+    down: Speed | None = None
+    jitter: Delay = 0.0
+    loss: Share = 0.0
+    reorder: Share = 0.0
+    profile: str | None = Field(default=None, min_length=1)
+    """A named kind of connection, or the path of a file with one, in place of rates and delays."""
+    hosts: dict[Name, HostChanges] = Field(default_factory=dict)
+    """Exceptions for some hosts; host0 runs stage 0, and so on."""
+    pairs: list[PairConfig] = Field(default_factory=list)
+    """Exceptions between some hosts or sites."""
+    congestion_control: CongestionControl | None = None
+    """TCP's, on every host; None: cubic."""
+    tcp_slow_start_after_idle: bool | None = None
+    """Whether TCP repeats its slow start after a pause, on every host; None: the kernel's setting."""
+    backend: BackendName = "auto"
+    """How the network is imitated."""
+
+    @model_validator(mode="after")
+    def _profile_says_it_all(self) -> "EmulatedNetwork":
+        said = [key for key in ("rate", "up", "down", "delay", "jitter", "loss", "reorder") if getattr(self, key)]
+        if self.profile is not None and said:
+            raise ValueError(
+                f"profile {self.profile} also sets the network's {', '.join(said)}; remove one of them "
+                "(null), or put exceptions under hosts"
+            )
+        return self
+
+    @property
+    def shapes_in_namespaces(self) -> list[str]:
+        """The keys whose values only a network of namespaces can imitate."""
+        fields = type(self).model_fields
+        defaults = {key: fields[key].get_default(call_default_factory=True) for key in _OF_NAMESPACES}
+        return [key for key, default in defaults.items() if getattr(self, key) != default]
+
+    def network(self, num_hosts: int) -> NetworkConfig:
+        """The network of `num_hosts` stages under ``hosts: namespaces``, after its profile was applied.
+
+        Raises:
+            ValueError: `hosts` or `pairs` name unknown hosts or sites.
+        """
+        names = host_names(num_hosts)
+        unknown = [name for name in self.hosts if name not in names]
+        if unknown:
+            raise ValueError(f"hosts: unknown host {unknown[0]}; expected {listed(names)}")
+        common = {"up": self.up or self.rate, "down": self.down or self.rate}
+        common |= {key: getattr(self, key) for key in ("delay", "jitter", "loss", "reorder")}
+        changes = {name: self.hosts[name].model_dump(exclude_none=True) for name in self.hosts}
+        hosts = {name: HostConfig.model_validate(common | changes.get(name, {})) for name in names}
+        check_pairs(hosts, self.pairs)
+        of_all = {key: getattr(self, key) for key in _OF_ALL_HOSTS}
+        return NetworkConfig(hosts=hosts, pairs=self.pairs, **of_all)
+
+
+_OF_ALL_HOSTS = ("congestion_control", "tcp_slow_start_after_idle", "backend")
+_OF_NAMESPACES = ("up", "down", "jitter", "loss", "reorder", "profile", "hosts", "pairs", *_OF_ALL_HOSTS)
 
 
 def host_names(num_hosts: int) -> list[str]:

@@ -10,11 +10,13 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from tahq.comm.config import Hosts, LinksConfig, LinkTransport
+from tahq.comm.config import Hosts, LinksConfig, LinkTransport, host_shaping
 from tahq.comm.keys import SecurityConfig
+from tahq.comm.link.shaping import Shaping
 from tahq.comm.network_config import NetworkConfig
 from tahq.comm.topology import Grid
 from tahq.comm.zmq.addresses import LOOPBACK, WILDCARDS, parse_address
+from tahq.config.emulate import EmulateConfig
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
@@ -83,6 +85,7 @@ class ClusterConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     wire: WireConfig = WireConfig()
     links: LinksConfig = LinksConfig()
+    emulate: EmulateConfig = EmulateConfig()
     hosts: Hosts = Field(default="local")
     security: SecurityConfig = SecurityConfig()
 
@@ -125,20 +128,20 @@ class ClusterConfig(Section):
                 "machine runs stage n"
             )
         if self.hosts == "namespaces":
-            if links.profile is None:  # else it is checked when the profile has been applied
+            if self.emulate.profile is None:  # else it is checked when the profile has been applied
                 self._network()
-        elif links.shapes_in_namespaces:
-            key, kind = links.shapes_in_namespaces[0], "local" if self.hosts == "local" else "a list"
+        elif self.emulate.shapes_in_namespaces:
+            key, kind = self.emulate.shapes_in_namespaces[0], "local" if self.hosts == "local" else "a list"
             raise ValueError(
-                f"links.{key} is for hosts: namespaces, where the network is made on this machine; with hosts: {kind} "
-                "only rate, delay and piece can be enforced"
+                f"emulate.{key} is for hosts: namespaces, where the network is made on this machine; with hosts: "
+                f"{kind} only rate and delay can be enforced"
             )
         for key in _CAPS:
             cap = getattr(links, key)
-            if self.hosts == "local" and links.rate is None and isinstance(cap, str):
+            if self.hosts == "local" and self.emulate.rate is None and isinstance(cap, str):
                 raise ValueError(
                     f"links.{key}: {cap} is a share of a rate, and with hosts: local no rate is known; set "
-                    "links.rate, or give the cap as a rate, such as 20mbit"
+                    "emulate.rate, or give the cap as a rate, such as 20mbit"
                 )
 
     def _check_replicas(self) -> None:
@@ -201,6 +204,10 @@ class ClusterConfig(Section):
             for share in set(map(len, self.grid.shares(self.training.num_micro_batches, range(count)).values())):
                 self._check_share(share, f" (pipeline.{key}: {count} of {pipeline.replicas} replicas)")
 
+    def shaping(self, stage: int) -> Shaping:
+        """The limits that the worker of a stage enforces; profile and measured rates must have been applied."""
+        return host_shaping(self.links, self.emulate, self.hosts, stage, self.pipeline.num_workers)
+
     @property
     def sites(self) -> tuple[str, ...]:
         """The site of each stage; "" = a site of its own. Under `hosts: local` all stages share one."""
@@ -253,9 +260,9 @@ class ClusterConfig(Section):
 
     def _network(self) -> NetworkConfig:
         try:
-            return self.links.network(self.pipeline.num_workers)
+            return self.emulate.network(self.pipeline.num_workers)
         except ValueError as error:
-            raise ValueError(f"links.{error}") from error
+            raise ValueError(f"emulate.{error}") from error
 
     def _default_stages(self) -> int:
         """One per listed host; else the default, or fewer, so that each chunk has a layer."""
@@ -266,18 +273,18 @@ class ClusterConfig(Section):
 
     def _check_inside(self) -> None:
         inside = self.links.inside
-        if inside == "zmq" or self.links.profile is not None:  # a profile's hosts are checked when it is applied
+        if inside == "zmq" or self.emulate.profile is not None:  # a profile's hosts are checked when it is applied
             return
         if obstacle := self._obstacle_to_groups():
             raise ValueError(f"links.inside: {inside}: {obstacle}; use links.inside: zmq")
 
     def _obstacle_to_groups(self) -> str:
         """The reason that no link can use a process group, or the cap that one would exceed; empty: no obstacle."""
-        if self.hosts != "namespaces" and (self.links.rate is not None or self.links.delay):
-            return "links.rate and links.delay are enforced on ZMQ links only"
+        if self.hosts != "namespaces" and (self.emulate.rate is not None or self.emulate.delay):
+            return "emulate.rate and emulate.delay are enforced on ZMQ links only"
         links = self.grid.links()
         if links and all(self.transport_between(ends.lower, ends.upper) == "zmq" for ends in links):
-            section = "links.hosts" if self.hosts == "namespaces" else "hosts"
+            section = "emulate.hosts" if self.hosts == "namespaces" else "hosts"
             return f"no two neighbouring stages are in one site (set site under {section})"
         for stage in filter(self.has_group, range(self.pipeline.num_workers)):
             own = [(f"hosts.{stage}", self.hosts[stage])] if isinstance(self.hosts, list) else []
@@ -298,12 +305,17 @@ class ClusterConfig(Section):
                 f"pipeline.stages {stages}{times} is above model.num_layers {num_layers}; "
                 f"each {'chunk' if times else 'stage'} needs a layer"
             )
-        for key in ("forward", "backward") if self.model.sleep is not None else ():
-            count = len(getattr(self.model.sleep, key))
+        sleep = self.emulate.sleep
+        if sleep is not None and self.model.tie == "sync":
+            raise ValueError(
+                "emulate.sleep leaves no embedding whose gradients model.tie: sync could exchange; remove one of them"
+            )
+        for key in ("forward", "backward") if sleep is not None else ():
+            count = len(getattr(sleep, key))
             if count not in (1, stages):
                 raise ValueError(
-                    f"model.sleep.{key} lists {count} durations, pipeline.stages is {stages}; give one for all stages, "
-                    "or one for each"
+                    f"emulate.sleep.{key} lists {count} durations, pipeline.stages is {stages}; give one for all "
+                    "stages, or one for each"
                 )
 
     def _check_schedule(self) -> None:
@@ -483,8 +495,8 @@ class ClusterConfig(Section):
 
     def _slowest(self) -> tuple[float, float]:
         """The lowest rate and the longest delay between any two hosts; inf and 0 where nothing is configured."""
-        if self.hosts != "namespaces" or self.links.profile is not None:
-            return self.links.rate or math.inf, self.links.delay
+        if self.hosts != "namespaces" or self.emulate.profile is not None:
+            return self.emulate.rate or math.inf, self.emulate.delay
         network = self._network()
         hosts, pairs = list(network.hosts.values()), network.pairs
         rates = [*(host.up for host in hosts), *(host.down for host in hosts), *(pair.rate for pair in pairs)]

@@ -18,7 +18,7 @@ from tahq.comm.config import MachineConfig, num_invited
 from tahq.comm.network_config import nearest
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError, brief
-from tahq.pipeline.checkpoint.renamed_keys import RENAMED, with_present_names
+from tahq.pipeline.checkpoint.renamed_keys import RENAMED, present_path, with_present_names
 from tahq.quant.config import WORDS
 from tahq.typed_yaml.mistakes import Origins, dotted, read_document, validated, with_place
 from tahq.typed_yaml.positions import KeyPath, YamlError, parse_yaml, plain_scalar
@@ -68,7 +68,9 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins
     # `links:` with every key commented out means the defaults, not null
     values = {name: {} if each is None and name != "hosts" else each for name, each in value.items()}
     values = with_present_names(values)
-    known: dict[KeyPath, int | str] = {RENAMED.get(path, path): line for path, line in document.lines.items()}
+    known: dict[KeyPath, int | str] = {present_path(path): line for path, line in document.lines.items()}
+    for key, line in document.lines.items():  # a section may have nothing but keys that were moved
+        known.setdefault(present_path(key)[:1], line)
     changes: dict[KeyPath, str] = {}
     for override in overrides:
         label = f"--set {brief(' '.join(override.splitlines()), 200)}"
@@ -76,8 +78,25 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins
         # Everything at and below this path was now written by the override.
         known = {each: origin for each, origin in known.items() if each[: len(where)] != where}
         known[where] = changes[where] = label
+        for moved in _move_other_names(where, values):
+            known[moved] = changes[moved] = label
     origins = Origins(os.fspath(path), known, changes)
     return _with_host_defaults(values, known, origins), origins
+
+
+def _move_other_names(where: KeyPath, values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Move keys that an override of a whole section has under other names; returns their present paths.
+
+    They replace everything that moved from this section to the same one, as before the keys moved.
+    """
+    given = values[str(where[0])]
+    renamed = {old: path for (section, old), path in RENAMED.items() if (section,) == where}
+    moved = [path for old, path in renamed.items() if isinstance(given, dict) and old in given]
+    for target in {section for section, _ in moved if (section,) != where}:
+        if isinstance(values.get(target), dict):
+            values[target] = _without(values[target], [key for section, key in renamed.values() if section == target])
+    values.update(with_present_names(values))
+    return moved
 
 
 _OF_EACH_HOST = ("address", "local", "ssh", "advertise", "public_key")
@@ -153,7 +172,7 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
     if not text.strip():
         raise ConfigError(f"{label}: no value after =; write null for none, or '\"\"' for an empty text")
     try:
-        return list(RENAMED.get(tuple(names), names)), parse_yaml(text).value
+        return [str(step) for step in present_path(tuple(names))], parse_yaml(text).value
     except YamlError as error:
         raise ConfigError(f"{label}: {error} (in the value)") from error
 

@@ -78,8 +78,6 @@ class ModelConfig(Section):
     rounding."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the transformers configuration, such as `{activation_function: gelu_pytorch_tanh}`."""
-    sleep: SleepConfig | None = None
-    """Stages sleep instead of computing, to measure networks with fewer cores than stages; learns nothing."""
 
     @field_validator("overrides")
     @classmethod
@@ -98,6 +96,4 @@ class ModelConfig(Section):
             missing = [n for n in ("family", "num_layers", "hidden_size", "num_heads") if getattr(self, n) is None]
             if missing:
                 raise ValueError(f"needs {', '.join(missing)}, or a path to a folder with config.json and safetensors")
-        if self.sleep is not None and self.tie == "sync":
-            raise ValueError("sleep leaves no embedding whose gradients tie: sync could exchange; remove one of them")
         return self

@@ -157,15 +157,15 @@ def chunk_module(
     filled: Callable[[int], None] = lambda numel: None,
     replica: int = 0,
 ) -> ModelSlice:
-    """The module of one chunk: a slice of the model, or under `model.sleep` a slice that only takes time.
+    """The module of one chunk: a slice of the model, or under `emulate.sleep` a slice that only takes time.
 
     `weights` False leaves them uninitialised, for a checkpoint to fill; `filled` as of `build_slice`; of weights that
     replicas share, those of `replica`.
     """
     blocks = block_ranges(config, spec)[chunk]
     stage = chunk % config.pipeline.stages
-    if config.model.sleep is not None:
-        whole_s = config.model.sleep.of(stage)
+    if config.emulate.sleep is not None:
+        whole_s = config.emulate.sleep.of(stage)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
     which, memory = offloaded(config, stage, device), HostMemory(device)
@@ -436,7 +436,7 @@ class Assembly:
 def _check_room(config: ClusterConfig, spec: ModelSpec, stage: int) -> None:
     """Refuse a run whose checkpoint does not fit on the disk; stages on one machine share it, and stage 0 checks."""
     are_together = isinstance(config.hosts, str)
-    if config.model.sleep is not None or (are_together and stage > 0):
+    if config.emulate.sleep is not None or (are_together and stage > 0):
         return
     stages = range(config.pipeline.num_workers) if are_together else [stage]
     nbytes = sum(stage_estimate(config, spec, number, device="cpu").snapshot for number in stages)

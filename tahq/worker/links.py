@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from tahq.comm.config import host_shaping
 from tahq.comm.control.messages import (
     Abandon,
     Assign,
@@ -88,7 +87,7 @@ def open_endpoint(
         EndpointSettings(
             bind=bind,
             advertise=advertise,
-            shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.num_workers),
+            shaping=config.shaping(stage),
             peer_timeout_s=run.peer_timeout,
             heartbeat_s=run.peer_timeout / 5,
             give_up_s=run.give_up,
@@ -149,14 +148,14 @@ def is_local_address(host: str) -> bool:
 
 def control_shaping(config: ClusterConfig) -> Shaping:
     """Shaping of the path to the coordinator; control messages are small, and do not count towards caps."""
-    return Shaping() if config.hosts == "namespaces" else Shaping(config.links.rate, config.links.delay)
+    return Shaping() if config.hosts == "namespaces" else Shaping(config.emulate.rate, config.emulate.delay)
 
 
 def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
     """Rate at which a stage's worker fetches copies: `run.copy_rate`, or a share of its host's receiving rate."""
     if config.run.copy_rate is not None:
         return config.run.copy_rate
-    rate = host_shaping(config.links, config.hosts, stage, config.pipeline.num_workers).down_bits_per_s
+    rate = config.shaping(stage).down_bits_per_s
     return COPY_RATE_SHARE * rate if rate < float("inf") else COPY_RATE_BITS_PER_S
 
 

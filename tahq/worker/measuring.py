@@ -300,7 +300,7 @@ class DeviceTimer:
 class ComputeMeasurement:
     """Times the parts of a resolved configuration's model on one worker's device.
 
-    `working` is called with the part that is being timed. Under `model.sleep` the stage's own time counts: it is set.
+    `working` is called with the part that is being timed. Under `emulate.sleep` the stage's own time counts: it is set.
     """
 
     def __init__(
@@ -334,9 +334,9 @@ class ComputeMeasurement:
         """
         shape = micro_batch_shape(self._config, self._spec, micro_batch, device=self._device.type, stage=self._stage)
         activations = max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
-        if self._config.model.sleep is not None:
+        if self._config.emulate.sleep is not None:
             blocks = sum(map(len, block_ranges(self._config, self._spec)[self._stage :: self._config.pipeline.stages]))
-            forward_s, backward_s = self._config.model.sleep.of(self._stage)
+            forward_s, backward_s = self._config.emulate.sleep.of(self._stage)
             return LayerTimes(
                 micro_batch=micro_batch,
                 block_forward=forward_s / blocks,

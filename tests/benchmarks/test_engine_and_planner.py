@@ -158,7 +158,7 @@ def test_stages_sleep_as_the_planner_counts_and_workers_are_told(asked, tmp_path
     workers = run.config(tmp_path)
     assert (workers.pipeline.schedule, workers.pipeline.in_flight) == ("zero-bubble", [4, 4, 3])
     assert (workers.pipeline.layers, workers.training.num_micro_batches) == ([6, 2, 4], 4)
-    assert workers.model.sleep.of(2) == pytest.approx((run.times.forward_s[2], run.times.backward_s[2]))
+    assert workers.emulate.sleep.of(2) == pytest.approx((run.times.forward_s[2], run.times.backward_s[2]))
     with pytest.raises(TahqError, match="one host"):
         run_of(asked, hosts=(0,), layers=(12,), schedule="1f1b", depths=(1,))
 

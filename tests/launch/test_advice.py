@@ -144,7 +144,7 @@ def candidates(run, draw):
     for activations, gradients in product(*codecs):
         yield run.step_s(run.changed("wire", activations=activations, gradients=gradients))
     if isinstance(run.config.hosts, list):
-        every = permutations(run.config.hosts) if run.config.links.delay else [run.config.hosts[::-1]]
+        every = permutations(run.config.hosts) if run.config.emulate.delay else [run.config.hosts[::-1]]
         for hosts in every:
             yield run.step_s(run.changed("hosts", hosts=list(hosts)))
     if not run.is_adapted:

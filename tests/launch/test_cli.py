@@ -211,7 +211,12 @@ LISTED = "hosts: [{address: localhost}, {address: localhost}]\nlinks: {measured:
         ("num_heads: 4", "num_heads: 3", 5, "model.num_heads 3 does not divide model.hidden_size 32"),
         ("num_heads: 4", "num_heads: 4\n  overrides: {foo: 1}", 6, "model.overrides.foo: LlamaConfig has no such key"),
         ("text: stdlib", "text: stdlib\n  tokenizer: nope", 8, "data.tokenizer: no such folder: nope"),
-        ("pipeline:", "hosts: namespaces\nlinks: {profile: cabel}\npipeline:", 10, "links.profile: no profile 'cabel'"),
+        (
+            "pipeline:",
+            "hosts: namespaces\nemulate: {profile: cabel}\npipeline:",
+            10,
+            "emulate.profile: no profile 'cabel'",
+        ),
         ("pipeline:", LISTED, 10, "links.measured: /nope does not exist; `tahq measure` writes such files"),
     ],
 )
@@ -233,7 +238,10 @@ NONE_HERE = "hosts=[{address: 192.0.2.1}, {address: 192.0.2.2}]"
         (["data.text=nope.txt", ONE_HERE], "data.text: no such file or folder: nope.txt"),
         (["run.device=cuda:7"], "run.device: cuda:7 is not on this machine, which has no CUDA device"),
         ([f"{ONE_HERE[:-2]}, device: cuda}}]"], "hosts.1.device: cuda is not on this machine"),
-        (["hosts=namespaces", "links={congestion_control: bbx}"], "links.congestion_control: bbx does not exist; this"),
+        (
+            ["hosts=namespaces", "emulate={congestion_control: bbx}"],
+            "emulate.congestion_control: bbx does not exist; this",
+        ),
     ],
 )
 def test_dry_run_finds_what_is_missing_on_this_machine(launch, monkeypatch, assignments, message):

@@ -34,16 +34,21 @@ def load_text(tmp_path):
 
 
 NETWORK = (
-    "links={rate: 100mbit, delay: 20ms, hosts: {host1: {up: 5mbit, site: home, loss: 0.01}}, "
+    "emulate={rate: 100mbit, delay: 20ms, hosts: {host1: {up: 5mbit, site: home, loss: 0.01}}, "
     "pairs: [{between: [home, host3], delay: 1s}]}"
 )
 TWO_SITES = "hosts=[{address: a, site: x}, {address: b, site: x}, {address: c}, {local: true}]"
 TIED = ("model.tie=sync", "model.family=gpt2", "wire=paper", "pipeline.schedule=zero-bubble")
 CASES = {
     "plain": (),
-    "no checkpoints": ("links={}", "run.checkpoint_every=never", "training.optimizer=sgd", "training.global_batch=256"),
-    "two sites": ("links={inside: gloo}", TWO_SITES, "pipeline.layers=[1,2,2,3]"),
-    "tied and capped": (*TIED, "links={rate: 100mbit, cap_up: 20mbit}"),
+    "no checkpoints": (
+        "emulate={}",
+        "run.checkpoint_every=never",
+        "training.optimizer=sgd",
+        "training.global_batch=256",
+    ),
+    "two sites": ("emulate={}", "links={inside: gloo}", TWO_SITES, "pipeline.layers=[1,2,2,3]"),
+    "tied and capped": (*TIED, "emulate.delay=0", "links.cap_up=20mbit"),
     "network": ("hosts=namespaces", NETWORK, "pipeline.schedule=gpipe", "run.checkpoint_buffers=0"),
     "one stage": ("pipeline.stages=1", "training.steps=null", "training.epochs=2"),
     "cache": ("wire.activations=aqsgd:cache=file", "training.steps=100"),
@@ -110,7 +115,7 @@ def test_missing_data_or_model_folder_is_named(load_text, tmp_path):
 
 def test_bytes_are_those_of_the_encoded_tensors_with_a_header_per_piece_or_one_over_a_group():
     config = load("links.piece=4KiB")
-    for flow, in_a_group in zip(flows_of(config), flows_of(load("links={inside: gloo}")), strict=True):
+    for flow, in_a_group in zip(flows_of(config), flows_of(load("emulate={}", "links={inside: gloo}")), strict=True):
         payload = get_codec(flow.codec, backend="reference").encode(torch.randn(4, 256, 256), key=1)
         assert flow.payload_nbytes == payload.numel()
         assert flow.frame_nbytes == payload.numel() + HEADER_NBYTES * math.ceil(payload.numel() / 4096)

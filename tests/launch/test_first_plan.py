@@ -153,14 +153,14 @@ def test_resumed_run_in_namespaces_keeps_the_hosts_that_the_plan_has_renamed(sta
     }
     config = planned(values, speeds=(0.06, 0.03, 0.9, 0.03)).config
     assert config.pipeline.stages == (4 if stages else 3)
-    assert config.links.hosts != load_config_of(values).links.hosts
+    assert config.emulate.hosts != load_config_of(values).emulate.hosts
     old = config.model_dump(mode="json")
     continued = continued_config(old, load_config_of(values | {"training": {"steps": 9}}))
     for section in ("hosts", "pipeline", "links", "wire"):
         assert getattr(continued, section) == getattr(config, section)
-    assert continued.model.sleep == config.model.sleep
+    assert continued.emulate.sleep == config.emulate.sleep
     changed = continued_config(old, load_config_of(values | {"links": links | {"hosts": {"host1": {"up": "7mbit"}}}}))
-    assert changed.links.hosts["host1"].up == 7e6
+    assert changed.emulate.hosts["host1"].up == 7e6
 
 
 @pytest.mark.parametrize(

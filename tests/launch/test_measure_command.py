@@ -40,7 +40,7 @@ def test_three_workers_measure_themselves_and_each_other(tmp_path):
         assert sorted(host.codecs) == CODECS
         assert host.up == host.down == 300e6
     assert len({(path.source, path.target) for path in numbers.paths}) == 6
-    # Loopback is far faster than links.rate, to which a run's workers keep, and has hardly any delay.
+    # Loopback is far faster than emulate.rate, to which a run's workers keep, and has hardly any delay.
     assert all(path.rate == 300e6 and 0.010 <= path.round_trip < 0.020 for path in numbers.paths)
     assert "measuring 3/3" in done.stdout
     assert re.search(r"host0 +host1 +300 Mbit/s", done.stdout)
@@ -97,7 +97,7 @@ def test_signal_before_the_first_measurement_leaves_no_file(tmp_path, start):
         (["--output", "nowhere/measured.yaml"], "cannot write nowhere/measured.yaml: expected a file in a writable f"),
         (["--seconds", "0"], "--seconds must be above 0"),
         (["--connections", "1"], "--connections must be 2 to 32; got 1"),
-        (["--set", "hosts=namespaces", "--set", "links.backend=relay"], "the backend relay was removed"),
+        (["--set", "hosts=namespaces", "--set", "emulate.backend=relay"], "the backend relay was removed"),
     ],
 )
 def test_mistake_is_one_line(tahq, tmp_path, options, words):

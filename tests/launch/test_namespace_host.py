@@ -18,7 +18,7 @@ GOODPUT = 1448 / 1514
 
 
 def load(*overrides: str) -> ClusterConfig:
-    return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "links={}", *overrides])
+    return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "emulate={}", *overrides])
 
 
 def test_coordinator_is_not_shaped_and_has_each_hosts_own_delay():

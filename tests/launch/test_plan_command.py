@@ -110,7 +110,7 @@ FULL = {**SLEEPING, "pipeline": {"stages": 3, "schedule": "gpipe"}}
             tiny(links={"rate": "100mbit"}, pipeline={"stages": 2}),
             *((), None, ["compute: multiply-adds counted, ASSUMED", "memory: unknown"]),
         ),
-        (SLEEPING, (), None, ["compute: cluster.yaml's model.sleep"]),
+        (SLEEPING, (), None, ["compute: cluster.yaml's emulate.sleep"]),
         (SLEEPING, SMALL_BATCH, NUMBERS, ["is interpolated from those of 2"]),
         (
             *(SLEEPING, OTHER_CODEC, NUMBERS.replace("compute", CODEC_TIMES)),
@@ -118,7 +118,7 @@ FULL = {**SLEEPING, "pipeline": {"stages": 3, "schedule": "gpipe"}}
         ),
         (FULL, (), NUMBERS.replace("4GB", "5MB"), ["cluster.yaml unchanged, if it fitted: host0 needs "]),
     ],
-    ids=["counted", "model.sleep", "interpolated", "another codec's", "memory too small"],
+    ids=["counted", "emulate.sleep", "interpolated", "another codec's", "memory too small"],
 )
 def test_origin_of_numbers_and_lack_of_memory_are_named(plan, config, arguments, numbers, notes):
     status, out, _ = plan(config, *arguments, numbers=numbers)
@@ -164,8 +164,8 @@ def test_written_file_has_the_plan_in_it(planned):
     each = {"host0": 0.015, "host1": 0.005, "host2": 0.01}
     scale = best["micro_batch"] / 2
     expected = [each[name] * layers * scale for name, layers in zip(best["hosts"], best["layers"], strict=True)]
-    assert config.model.sleep.forward == pytest.approx(expected)
-    assert config.model.sleep.backward == pytest.approx([2 * seconds for seconds in expected])
+    assert config.emulate.sleep.forward == pytest.approx(expected)
+    assert config.emulate.sleep.backward == pytest.approx([2 * seconds for seconds in expected])
 
 
 def test_hosts_of_namespaces_keep_their_network_so_that_planning_again_predicts_the_same(planned, tahq, tmp_path):
@@ -259,5 +259,5 @@ def test_written_file_is_the_users_with_the_plan_in_it(tahq, tmp_path, is_planne
     assert lines[lines.index("  global_batch: 8") + 1].startswith("  micro_batch: ")
     assert len(lines) <= len(OWN.splitlines()) + 5
     config = load_config(tmp_path / "planned.yaml")
-    assert (config.training.lr, config.links.rate) == (0.002, 1e8)
+    assert (config.training.lr, config.emulate.rate) == (0.002, 1e8)
     assert config.pipeline.layers is not None

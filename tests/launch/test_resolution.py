@@ -5,7 +5,6 @@ import yaml
 from support.cluster_files import EXAMPLES, LEAST, ClusterFile
 from support.runs import tiny
 
-from tahq.comm.config import host_shaping
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, dump_yaml, load_config
 from tahq.errors import ConfigError
@@ -27,35 +26,35 @@ def test_vocabulary_and_layers_are_written_out_and_resolving_again_changes_nothi
 
 
 def load(*overrides: str) -> ClusterConfig:
-    return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "links={}", *overrides])
+    return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "emulate={}", *overrides])
 
 
 def test_profile_applies_to_every_host():
-    config = resolve_for_run(load("links.profile=cable"))
+    config = resolve_for_run(load("emulate.profile=cable"))
     host = load_profile("cable").host
-    assert config.links.profile is None
-    shapes = {(h.up, h.down, h.delay, h.jitter) for h in config.links.network(4).hosts.values()}
+    assert config.emulate.profile is None
+    shapes = {(h.up, h.down, h.delay, h.jitter) for h in config.emulate.network(4).hosts.values()}
     assert shapes == {(host.up, host.down, host.delay, host.jitter)}
 
 
 def test_resolved_profile_can_be_written_and_run_again(tmp_path):
-    config = resolve_for_run(load("links.profile=two-clouds"))
+    config = resolve_for_run(load("emulate.profile=two-clouds"))
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     again = load_config(tmp_path / "config.yaml")
     assert again == config == resolve_for_run(again)
-    assert {host.site for host in again.links.hosts.values()} == {"america", "europe"}
+    assert {host.site for host in again.emulate.hosts.values()} == {"america", "europe"}
 
 
 def test_hosts_pairs_and_slow_start_change_a_profile():
-    pauses = with_profile(load("links={profile: cable, tcp_slow_start_after_idle: false}"))
+    pauses = with_profile(load("emulate={profile: cable, tcp_slow_start_after_idle: false}"))
     assert "without slow start after pauses" in describe_network(pauses)
     links = "hosts: {host1: {up: 1mbit}}, pairs: [{between: [america, europe], delay: 99ms}]"
-    network = with_profile(load(f"links={{profile: two-clouds, {links}}}")).links.network(4)
+    network = with_profile(load(f"emulate={{profile: two-clouds, {links}}}")).emulate.network(4)
     assert network.hosts["host1"].up == 1e6
     assert network.hosts["host1"].down == load_profile("two-clouds").sites["america"].down
     assert plan_network(network).paths["host0", "host3"].delay_s == 0.099
-    unknown = load("links={profile: cable, pairs: [{between: [moon, host0], delay: 1s}]}")
-    with pytest.raises(ConfigError, match=r"^with links.profile cable: links.pairs: unknown host or site 'moon'"):
+    unknown = load("emulate={profile: cable, pairs: [{between: [moon, host0], delay: 1s}]}")
+    with pytest.raises(ConfigError, match=r"^with emulate.profile cable: emulate.pairs: unknown host or site 'moon'"):
         with_profile(unknown)
 
 
@@ -92,7 +91,7 @@ def load_listed(tmp_path, monkeypatch):
 def test_shares_are_of_the_measured_rates_and_connections_as_many_as_neighbours_needed(load_listed):
     """The path from a to c, which needs eight, is not a link in this order of hosts; the one between a and b is."""
     config = with_measured(load_listed("cap_up: 50%, cap_down: 20mbit"))
-    caps = [host_shaping(config.links, config.hosts, stage, 3) for stage in range(3)]
+    caps = [config.shaping(stage) for stage in range(3)]
     assert [cap.cap_up_bits_per_s for cap in caps] == [20e6, 5e6, 10e6]
     assert [cap.cap_down_bits_per_s for cap in caps] == [20e6] * 3
     assert (config.links.measured, config.links.connections) == (None, 4)
@@ -109,7 +108,7 @@ def test_host_with_a_link_inside_its_site_gets_no_cap(load_listed):
 def test_share_of_an_unknown_rate_is_refused(load_listed):
     config = with_measured(load_listed("cap_down: 50%"))
     with pytest.raises(ConfigError, match="stage 1's host is not known"):
-        host_shaping(config.links, config.hosts, 1, 3)
+        config.shaping(1)
     hosts = [{"address": "192.0.2.1"}, {"address": "192.0.2.2"}]
     unmeasured = configured().model_dump(mode="json") | {"hosts": hosts, "links": {"cap_up": "60%"}}
     with pytest.raises(ConfigError, match=r"links\.cap_up: 60% .*tahq measure"):

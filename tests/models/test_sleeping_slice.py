@@ -66,7 +66,7 @@ def with_sleep(text):
 
 
 def test_durations_are_one_for_all_stages_or_one_per_stage(cluster):
-    sleep = cluster.load(with_sleep("{forward: 73ms, backward: [0.1s, 0.2s, 0.3s, 0.4s]}")).model.sleep
+    sleep = cluster.load(with_sleep("{forward: 73ms, backward: [0.1s, 0.2s, 0.3s, 0.4s]}")).emulate.sleep
     assert sleep.of(0) == (0.073, 0.1)
     assert sleep.of(3) == (0.073, 0.4)
 
@@ -74,9 +74,9 @@ def test_durations_are_one_for_all_stages_or_one_per_stage(cluster):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{forward: [1ms, 2ms], backward: 1ms}", "model.sleep.forward lists 2 durations, pipeline.stages is 4"),
+        ("{forward: [1ms, 2ms], backward: 1ms}", "emulate.sleep.forward lists 2 durations, pipeline.stages is 4"),
         ("{forward: 73, backward: 1ms}", "needs a unit"),
-        ("{forward: 73ms}", "model.sleep.backward is missing"),
+        ("{forward: 73ms}", "emulate.sleep.backward is missing"),
         ("{forward: 73ms, backward: 1ms}\n  tie: sync", "tie: sync"),
     ],
 )

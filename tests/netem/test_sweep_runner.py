@@ -142,7 +142,7 @@ def test_compute_is_timed_once_for_each_size(world, sweep, monkeypatch):
     monkeypatch.setattr(sweep_runner, "calibrate_compute", timed)
     assert sweep(compute=["calibrated"], micro_batches=[1, 2]) == (8, 0, 0)
     assert sorted(asked) == [(2, 1), (2, 2)]
-    slept = [session.request.config.model.sleep for session in world.sessions]
+    slept = [session.request.config.emulate.sleep for session in world.sessions]
     assert all(sleep.of(1) == (0.01, 0.02) for sleep in slept)
 
 

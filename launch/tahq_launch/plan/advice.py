@@ -59,7 +59,7 @@ def _kinds(config: ClusterConfig) -> Iterator[ChangeKind]:
         return
     if pipeline.schedule != "auto" or pipeline.in_flight is not None:
         yield "schedule"
-    if config.model.sleep is None:
+    if config.emulate.sleep is None:
         yield "layers"
         if isinstance(config.hosts, list):
             yield "hosts"

@@ -149,10 +149,10 @@ def planned_config(
     values["links"] |= {"first": str(plan.first), "connections": max(config.links.connections, needed)}
     notes = _put_codecs(values, table.problem, plan)
     _put_hosts(config, values, table.problem, hosts)
-    if values["model"]["sleep"] is not None:  # stages sleep for the compute times of the plan
+    if values["emulate"]["sleep"] is not None:  # stages sleep for the compute times of the plan
         times = StageCosts.of(table, plan).times_of(plan)
         for key, seconds in (("forward", times.forward), ("backward", times.backward)):
-            values["model"]["sleep"][key] = [round(float(each), 9) for each in seconds]
+            values["emulate"]["sleep"][key] = [round(float(each), 9) for each in seconds]
     return validated(ClusterConfig, values, Origins("the planned configuration")), notes
 
 
@@ -193,14 +193,14 @@ def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProbl
     if config.hosts != "namespaces":
         return
     # Rename the hosts, because host0 runs stage 0; and their pairs.
-    links = values["links"]
+    emulate = values["emulate"]
     new_name = {f"host{index}": f"host{stage}" for stage, index in enumerate(order)}
-    renamed = {new: links["hosts"][old] for old, new in new_name.items() if old in links["hosts"]}
-    links["hosts"] = dict(sorted(renamed.items(), key=lambda item: int(item[0].removeprefix("host"))))
+    renamed = {new: emulate["hosts"][old] for old, new in new_name.items() if old in emulate["hosts"]}
+    emulate["hosts"] = dict(sorted(renamed.items(), key=lambda item: int(item[0].removeprefix("host"))))
     sites = {host.get("site") for host in renamed.values()}
-    links["pairs"] = [
+    emulate["pairs"] = [
         {**pair, "between": [new_name.get(name, name) for name in pair["between"]]}
-        for pair in links["pairs"]
+        for pair in emulate["pairs"]
         if all(name in new_name if name in labels else name in sites for name in pair["between"])
     ]
 

@@ -222,8 +222,8 @@ class _DryRun:
         return f"  {self.config.links.inside} carries {links}{others}"
 
     def _common_rate(self) -> float | None:
-        """`links.rate` if that is the limit of every host in both directions."""
-        rate = self.config.links.rate
+        """`emulate.rate` if that is the limit of every host in both directions."""
+        rate = self.config.emulate.rate
         return rate if self.config.hosts != "namespaces" and {*self.speeds.up, *self.speeds.down} == {rate} else None
 
     def _hosts(self) -> str:
@@ -347,7 +347,7 @@ def describe_network(config: ClusterConfig) -> str:
     """Hosts, exceptions and backend of a configuration without a profile; empty unless ``hosts: namespaces``."""
     if config.hosts != "namespaces":
         return ""
-    network = config.links.network(config.pipeline.num_workers)
+    network = config.emulate.network(config.pipeline.num_workers)
     control = network.congestion_control or "cubic"
     if network.tcp_slow_start_after_idle is not None:
         control += f", {'with' if network.tcp_slow_start_after_idle else 'without'} slow start after pauses"

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
-from tahq.config.file import load_config
+from tahq.config.file import load_config, yaml_flow
 from tahq.config.stage_estimate import memory_lines, with_memory_choices
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
@@ -46,6 +46,7 @@ from tahq.plan.search.stages import StageCosts
 from tahq.quant import CodecSpec
 from tahq.quant.quality import FLOOR, expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
+from tahq.units import WRITTEN_BY_HAND
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
@@ -175,7 +176,7 @@ def first_plan(
     if measures and found is not None and not by_hand and _computes_on_this_cpu(config):
         found = _with_free_memory(found[0], config.pipeline.num_workers), f"{found[1]}, free memory just now"
     elif measures:
-        own = () if has_paths else ("hosts=local", "links={}")
+        own = () if has_paths else ("hosts=local", "links={}", f"emulate={_sleep_alone(config)}")
         start = replace(start, overrides=(*start.overrides, *own))
         request = _request(config, sizes, has_paths)
         if found is not None:
@@ -222,6 +223,11 @@ def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbe
     return cluster.model_copy(update={"hosts": [host.model_copy(update={"memory": share}) for host in cluster.hosts]})
 
 
+def _sleep_alone(config: ClusterConfig) -> str:
+    """`emulate` without its network, as an override."""
+    return yaml_flow(config.emulate.model_dump(mode="json", context=WRITTEN_BY_HAND, include={"sleep"}))
+
+
 def _by_hand(config: ClusterConfig, starts_workers: bool) -> frozenset[int]:
     """The stages whose workers are started by hand."""
     hosts = config.hosts
@@ -239,7 +245,7 @@ def _is_set(section: Any, key: str) -> bool:
 def open_micro_batches(given: ClusterConfig) -> tuple[int, ...]:
     """The sizes to choose from."""
     training = given.training
-    if _is_set(training, "micro_batch") or training.is_fused or given.model.sleep is not None:
+    if _is_set(training, "micro_batch") or training.is_fused or given.emulate.sleep is not None:
         return (training.micro_batch,)
     return divisors(training.global_batch // given.pipeline.replicas)
 
@@ -277,13 +283,14 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool =
         "sizes": list(sizes),
         "paths": has_paths,
         **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
+        "sleep": config.emulate.model_dump(mode="json", include={"sleep"}),
         "training": config.training.model_dump(mode="json", include={"precision", "optimizer"}),
         "run": (config.run.device, config.run.threads),
         "stages": config.pipeline.num_workers,
     }
-    if has_paths:  # they are capped by what `links` imitates, and may need the relay
+    if has_paths:  # they are capped by what is imitated, and may need the relay
         parts["relay"] = config.run.relay != "never"
-        parts["links"] = config.links.model_dump(mode="json", include={"rate", "delay"})
+        parts["links"] = config.emulate.model_dump(mode="json", include={"rate", "delay"})
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_folder() / "measured" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.yaml"
 
@@ -354,7 +361,7 @@ def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
     if has_paths:
         return cluster.model_copy(update={"hosts": hosts})
     configured, _ = estimated_numbers(config, spec)
-    if config.model.sleep is None:  # stages of one machine are equal, whatever their measurements met
+    if config.emulate.sleep is None:  # stages of one machine are equal, whatever their measurements met
         alike = [_of_one_machine([host.compute for host in hosts])] * len(hosts)
         hosts = [host.model_copy(update={"compute": compute}) for host, compute in zip(hosts, alike, strict=True)]
     merged = [

@@ -103,7 +103,7 @@ def measured(
         measured = Measured(labels, computers, labels[local[0]] if local else None)
         in_namespaces = config.hosts == "namespaces"
         # Elsewhere workers shape in user space, which a measurement's plain sockets bypass.
-        made.append((measured, Imitated() if in_namespaces else Imitated(config.links.rate, config.links.delay)))
+        made.append((measured, Imitated() if in_namespaces else Imitated(config.emulate.rate, config.emulate.delay)))
         wanted = _completed(request, config) if request.known is None else request
         place, run = relay_place(config, server), prepared.options.run_id
         open_relay = None if place is None else lambda: _open_relay(opened, run, *place)

@@ -44,12 +44,12 @@ def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) ->
 
 
 def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> tuple[ClusterNumbers, tuple[str, ...]]:
-    """Numbers from a resolved `links`, and from `model.sleep` or counted multiply-adds at an assumed speed.
+    """Numbers from a resolved `emulate` or counted multiply-adds at an assumed speed.
 
     Also returns a line on the origin of each kind.
     """
     speeds, labels = link_speeds(config), host_labels(config.hosts, config.pipeline.num_workers)
-    times, origin = _slept_times(config, spec) if config.model.sleep else _counted_times(config, spec)
+    times, origin = _slept_times(config, spec) if config.emulate.sleep else _counted_times(config, spec)
     hosts = [
         HostNumbers(name=name, up=_finite(up), down=_finite(down), compute=[own])
         for name, up, down, own in zip(labels, speeds.up, speeds.down, times, strict=True)
@@ -58,10 +58,10 @@ def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> tuple[ClusterNu
     cluster = ClusterNumbers(
         hosts=hosts,
         paths=list(_network_paths(config, speeds)) if in_namespaces else [],
-        round_trip=2 * config.links.delay,
+        round_trip=2 * config.emulate.delay,
         source="estimated from cluster.yaml",
     )
-    links = "links, minus TCP/IP headers" if in_namespaces else "links.rate and links.delay"
+    links = "emulate, minus TCP/IP headers" if in_namespaces else "emulate.rate and emulate.delay"
     no_limits = "memory: unknown, so no limit" + ("" if speeds.is_shaped else "; links: not configured, so no limit")
     return cluster, (f"compute: {origin}", f"rates and latencies: cluster.yaml's {links}", no_limits)
 
@@ -71,14 +71,14 @@ def _finite(rate: float) -> float | None:
 
 
 def _slept_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTimes], str]:
-    sleep, ranges, stages = config.model.sleep, block_ranges(config, spec), config.pipeline.stages
+    sleep, ranges, stages = config.emulate.sleep, block_ranges(config, spec), config.pipeline.stages
     assert sleep is not None, "the caller checked"
     rows = []
     for stage in [*range(stages)] * config.pipeline.replicas:
         layers = sum(map(len, ranges[stage::stages]))
         forward, backward = (seconds / layers for seconds in sleep.of(stage))
         rows.append(LayerTimes(micro_batch=config.training.micro_batch, block_forward=forward, block_backward=backward))
-    return rows, "cluster.yaml's model.sleep, divided by the layers of each stage"
+    return rows, "cluster.yaml's emulate.sleep, divided by the layers of each stage"
 
 
 def _counted_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTimes], str]:
@@ -114,10 +114,10 @@ def stage_device(config: ClusterConfig, stage: int) -> torch.device:
 
 def _network_paths(config: ClusterConfig, speeds: LinkSpeeds) -> Iterator[PathNumbers]:
     """The paths whose rate or round trip differs from the hosts' and the network's."""
-    network = plan_network(config.links.network(config.pipeline.num_workers))
+    network = plan_network(config.emulate.network(config.pipeline.num_workers))
     stage_of = {host: stage for stage, host in enumerate(network.hosts)}
     for (source, target), shape in network.paths.items():
         rate = speeds.caps.get((stage_of[source], stage_of[target]))
         round_trip = shape.delay_s + network.paths[target, source].delay_s
-        if rate is not None or round_trip != 2 * config.links.delay:
+        if rate is not None or round_trip != 2 * config.emulate.delay:
             yield PathNumbers(source=source, target=target, rate=rate, round_trip=round_trip)

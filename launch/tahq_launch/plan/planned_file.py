@@ -76,7 +76,7 @@ def _changes(path: Path, overrides: Sequence[str], planned: ClusterConfig) -> Ch
 def _values(config: ClusterConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json", context=WRITTEN_BY_HAND)
     values["pipeline"].pop("balance")
-    for part in (*values["links"]["hosts"].values(), *values["links"]["pairs"]):  # null is no exception
+    for part in (*values["emulate"]["hosts"].values(), *values["emulate"]["pairs"]):  # null is no exception
         for key in [key for key, value in part.items() if value is None]:
             del part[key]
     return values

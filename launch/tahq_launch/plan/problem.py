@@ -7,7 +7,6 @@ from functools import partial
 from itertools import product
 from typing import Any, get_args
 
-from tahq.comm.config import host_shaping
 from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import computes_in_bf16, kept_code_nbytes, micro_batch_shape
@@ -97,7 +96,7 @@ def problem_of(
 def _firsts(config: ClusterConfig) -> tuple[First, ...]:
     """Orders on an uplink that may be chosen: more than one only if every uplink is limited, so that frames queue."""
     stages, own = config.pipeline.stages, config.links.first
-    shapings = [host_shaping(config.links, config.hosts, stage, stages) for stage in range(stages)]
+    shapings = [config.shaping(stage) for stage in range(stages)]
     if any(shaping.up_bits_per_s == math.inf for shaping in shapings):
         return (own,)
     return (own, *(first for first in get_args(First) if first != own))
@@ -172,7 +171,7 @@ def _memory_choices(config: ClusterConfig, *, offloads: bool) -> Iterator[Cluste
     levels: list[Any] = [*dict.fromkeys(memory.recompute)] if _is_by_stage(config)[0] else [memory.recompute]
     if memory.recompute == "auto":
         levels = list(REPEATED["cpu"]) if memory.activations == "none" else ["none", "block"]
-        levels = levels if config.model.sleep is None else ["none"]
+        levels = levels if config.emulate.sleep is None else ["none"]
     sets: list[Any] = [*dict.fromkeys(memory.offload)] if _is_by_stage(config)[1] else [memory.offload]
     if memory.offload == "auto":
         sets = list(OFFLOADED) if offloads else [()]

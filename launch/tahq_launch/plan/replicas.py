@@ -26,9 +26,9 @@ def one_replica(config: ClusterConfig) -> ClusterConfig:
     if isinstance(config.hosts, list):
         values["hosts"] = values["hosts"][:stages]
     names = set(host_names(stages))
-    links = values["links"]
-    links["hosts"] = {name: host for name, host in links["hosts"].items() if name in names}
-    links["pairs"] = [pair for pair in links["pairs"] if names.issuperset(pair["between"])]
+    emulate = values["emulate"]
+    emulate["hosts"] = {name: host for name, host in emulate["hosts"].items() if name in names}
+    emulate["pairs"] = [pair for pair in emulate["pairs"] if names.issuperset(pair["between"])]
     return validated(ClusterConfig, values, Origins("one replica"))
 
 
@@ -40,7 +40,7 @@ def for_all_replicas(planned: ClusterConfig, whole: ClusterConfig) -> ClusterCon
     values["pipeline"]["replicas"] = own["pipeline"]["replicas"]
     values["training"]["global_batch"] = own["training"]["global_batch"]
     values["hosts"] = own["hosts"]
-    values["links"] |= {key: own["links"][key] for key in ("hosts", "pairs")}
+    values["emulate"] |= {key: own["emulate"][key] for key in ("hosts", "pairs")}
     return validated(ClusterConfig, values, Origins("the plan for all replicas"))
 
 

@@ -1,7 +1,7 @@
 """The schedule and depths that make a run's steps shortest, from what its steps have shown (`pipeline.schedule: auto`).
 
 Hosts, layers, micro-batches and codecs stay as they are. Compute and coding times are measured ones. Rates and
-latencies are those of `links` where it limits them; where it does not, a rate is what the link was seen to carry.
+latencies are those of `emulate` where it limits them; where it does not, a rate is what the link was seen to carry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: 
     """What the step has shown of hosts and paths."""
     configured, _ = estimated_numbers(config, spec)
     costs = counted_costs(spec, config.data.seq_len)
-    head = 0.0 if config.model.sleep else costs.head * len(costs.blocks) / sum(costs.blocks)
+    head = 0.0 if config.emulate.sleep else costs.head * len(costs.blocks) / sum(costs.blocks)
     layers = config.pipeline.layers or []
     hosts = [
         host.model_copy(

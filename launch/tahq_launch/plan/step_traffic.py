@@ -8,7 +8,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tahq.comm.config import host_shaping
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.comm.network_model import GOODPUT_SHARE
@@ -49,11 +48,11 @@ class LinkSpeeds:
 
 def link_speeds(config: ClusterConfig) -> LinkSpeeds:
     """The speeds of a configuration without a profile, its caps included."""
-    stages, links = config.pipeline.num_workers, config.links
-    own = [host_shaping(links, config.hosts, stage, stages) for stage in range(stages)]
-    network = LinkSpeeds((math.inf,) * stages, (math.inf,) * stages, links.delay, {})
+    stages, emulate = config.pipeline.num_workers, config.emulate
+    own = [config.shaping(stage) for stage in range(stages)]
+    network = LinkSpeeds((math.inf,) * stages, (math.inf,) * stages, emulate.delay, {})
     if config.hosts == "namespaces":
-        network = _of_network(plan_network(links.network(stages)))
+        network = _of_network(plan_network(emulate.network(stages)))
     up = tuple(min(rate, shaping.up_bits_per_s) for rate, shaping in zip(network.up, own, strict=True))
     down = tuple(min(rate, shaping.down_bits_per_s) for rate, shaping in zip(network.down, own, strict=True))
     return replace(network, up=up, down=down)
@@ -139,7 +138,7 @@ def _flows(
         source, target = ends if direction is Direction.FORWARD else ends[::-1]
         payload_nbytes = get_codec(codec).encoded_nbytes(shape)
         if config.transport_between(source, target) == "zmq":  # a header per piece
-            piece = host_shaping(config.links, config.hosts, source, config.pipeline.num_workers).message_nbytes
+            piece = config.shaping(source).message_nbytes
             header_nbytes = HEADER_NBYTES * max(1, math.ceil(payload_nbytes / piece))
         else:
             header_nbytes = ANNOUNCEMENT_NBYTES

@@ -30,8 +30,8 @@ def check_local(config: ClusterConfig) -> None:
     for stage in sorted(here):
         for error in check_stage(config, stage, reads_data=is_end(config, stage)):
             raise error
-    if config.hosts == "namespaces" and config.links.congestion_control is not None:
-        _check_congestion_control(config.links.congestion_control)
+    if config.hosts == "namespaces" and config.emulate.congestion_control is not None:
+        _check_congestion_control(config.emulate.congestion_control)
 
 
 def files_needed(config: ClusterConfig) -> dict[str, list[str]]:
@@ -85,7 +85,7 @@ def _check_congestion_control(name: str) -> None:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
     except FileNotFoundError:
         known = ", ".join(_CONGESTION_CONTROLS.read_text().split())
-        raise ConfigError(f"links.congestion_control: {name} does not exist; this kernel has {known}") from None
+        raise ConfigError(f"emulate.congestion_control: {name} does not exist; this kernel has {known}") from None
     except PermissionError:  # it exists, for root only
         pass
 

@@ -356,6 +356,7 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
     Raises:
         ConfigError: it contradicts a kept value, such as samples longer than the model's positions.
     """
+    old = with_present_names(old)
     values = keep_model_sizes(old, resolve(with_profile(given)).model_dump(mode="json"))
     if given.pipeline.layers is None:
         _keep_division(values, old, given)
@@ -363,7 +364,7 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         values["memory"]["gradients"] = old.get("memory", {}).get("gradients", "auto")
     num_stages = values["pipeline"]["stages"]
     for key in ("recompute", "offload"):
-        kept = with_present_names(old).get("memory", {}).get(key, "auto")
+        kept = old.get("memory", {}).get(key, "auto")
         by_stage = isinstance(kept, list) and (key == "recompute" or any(isinstance(each, list) for each in kept))
         if getattr(given.memory, key) == "auto" and not (by_stage and len(kept) != num_stages):
             values["memory"][key] = kept
@@ -383,7 +384,10 @@ def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: Cluste
 
     With them go what the plan has put beside them: names and first frames of links, and the times of sleeping stages.
     """
-    kept, pipeline, links = old.get("pipeline", {}), values["pipeline"], values["links"]
+    kept, pipeline, links, emulate = (
+        old.get("pipeline", {}),
+        *(values[name] for name in ("pipeline", "links", "emulate")),
+    )
     places = [_places(each) for each in (old, values)]
     if places[0] - places[1] or ("stages" in given.pipeline.model_fields_set and places[0] != places[1]):
         return
@@ -396,9 +400,9 @@ def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: Cluste
     if isinstance(values["hosts"], list):
         values["hosts"] = old["hosts"]
     elif places[0]:
-        links |= {key: old["links"][key] for key in ("hosts", "pairs")}
-    if values["model"].get("sleep") is not None:
-        values["model"]["sleep"] = old["model"].get("sleep")
+        emulate |= {key: old["emulate"][key] for key in ("hosts", "pairs")}
+    if emulate["sleep"] is not None:
+        emulate["sleep"] = old["emulate"].get("sleep")
     for key in ("first", "connections"):
         if key not in given.links.model_fields_set and key in old.get("links", {}):
             links[key] = old["links"][key]
@@ -410,7 +414,7 @@ def _places(config: Mapping[str, Any]) -> Counter[str]:
     if isinstance(hosts, list):
         places = [{key: host.get(key) for key in ("address", "bind", "device", "ssh")} for host in hosts]
     elif hosts == "namespaces":
-        figures = config["links"]["hosts"]
+        figures = config["emulate"]["hosts"]
         places = [figures.get(f"host{stage}") or {} for stage in range(config["pipeline"]["stages"])]
     filled = ({key: value for key, value in place.items() if value is not None} for place in places)
     return Counter(json.dumps(place, sort_keys=True) for place in filled)

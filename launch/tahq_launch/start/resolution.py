@@ -1,8 +1,8 @@
 """Resolves a configuration: fills in values that only the machine that starts a run can know.
 
 Workers that hold no data do not read the tokenizer; so vocabulary and layers are written into the configuration before
-any worker receives it. So are the hosts that `links.profile` stands for, and the figures of `links.measured`: caps that
-are shares become rates, and links get as many TCP connections as two neighbours were found to need.
+any worker receives it. So are the hosts that `emulate.profile` stands for, and the figures of `links.measured`: caps
+that are shares become rates, and links get as many TCP connections as two neighbours were found to need.
 """
 
 import logging
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from tahq.comm.config import HostRates, host_shaping, with_measured_rates
+from tahq.comm.config import HostRates, with_measured_rates
 from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig
@@ -31,7 +31,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with every value that machines could choose differently filled in.
 
     Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
-    by counted cost, and the figures of `links.profile` and `links.measured`. Resolving twice
+    by counted cost, and the figures of `emulate.profile` and `links.measured`. Resolving twice
     changes nothing. UserError if profile, caps, tokenizer or model do not fit the rest.
     """
     config = resolve(with_measured(with_profile(config)))
@@ -50,7 +50,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
 def _check_uplinks(config: ClusterConfig) -> None:
     """Refuse caps that are shares of unknown rates; warn if `links.first` cannot take effect."""
     stages = range(config.pipeline.num_workers)
-    shapings = [host_shaping(config.links, config.hosts, stage, len(stages)) for stage in stages]
+    shapings = [config.shaping(stage) for stage in stages]
     free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf and not config.has_group(stage)]
     if config.links.first != "oldest" and free:
         log.warning(
@@ -61,31 +61,31 @@ def _check_uplinks(config: ClusterConfig) -> None:
 
 
 def with_profile(config: ClusterConfig) -> ClusterConfig:
-    """Replace `links.profile` by its hosts, changed as `links.hosts` and `links.pairs` say."""
-    links = config.links
-    if config.hosts != "namespaces" or links.profile is None:
+    """Replace `emulate.profile` by its hosts, changed as `emulate.hosts` and `emulate.pairs` say."""
+    emulate = config.emulate
+    if config.hosts != "namespaces" or emulate.profile is None:
         return config
     from tahq_netem.network.description import profile
 
     try:
-        network = profile(links.profile, config.pipeline.num_workers)
+        network = profile(emulate.profile, config.pipeline.num_workers)
     except ConfigError as error:
-        raise ConfigError(f"links.profile: {error}") from error
+        raise ConfigError(f"emulate.profile: {error}") from error
     hosts = {name: HostChanges(**host.model_dump()) for name, host in network.hosts.items()}
-    for name, own in links.hosts.items():
+    for name, own in emulate.hosts.items():
         changes = own.model_dump(exclude_none=True)
         hosts[name] = hosts.get(name, HostChanges()).model_copy(update=changes)
-    slow_start = links.tcp_slow_start_after_idle
-    listed = [set(pair.between) for pair in links.pairs]
+    slow_start = emulate.tcp_slow_start_after_idle
+    listed = [set(pair.between) for pair in emulate.pairs]
     expanded = {
         "profile": None,
         "hosts": hosts,
-        "pairs": [*links.pairs, *(pair for pair in network.pairs if set(pair.between) not in listed)],
-        "congestion_control": links.congestion_control or network.congestion_control,
+        "pairs": [*emulate.pairs, *(pair for pair in network.pairs if set(pair.between) not in listed)],
+        "congestion_control": emulate.congestion_control or network.congestion_control,
         "tcp_slow_start_after_idle": network.tcp_slow_start_after_idle if slow_start is None else slow_start,
     }
-    values = config.model_copy(update={"links": links.model_copy(update=expanded)}).model_dump(mode="json")
-    return validated(ClusterConfig, values, Origins(f"with links.profile {links.profile}"))
+    values = config.model_copy(update={"emulate": emulate.model_copy(update=expanded)}).model_dump(mode="json")
+    return validated(ClusterConfig, values, Origins(f"with emulate.profile {emulate.profile}"))
 
 
 def with_measured(config: ClusterConfig) -> ClusterConfig:
@@ -106,7 +106,7 @@ def with_measured(config: ClusterConfig) -> ClusterConfig:
     known = {host.name: HostRates(host.up, host.down) for host in cluster.hosts}
     # A host with a link inside its site has no cap: a process group would exceed it.
     rates = [HostRates() if config.has_group(stage) else known[name] for stage, name in enumerate(names)]
-    hosts = with_measured_rates(config.links, config.hosts, rates)
+    hosts = with_measured_rates(config.links, config.emulate, config.hosts, rates)
     connections = max(config.links.connections, needed_connections(cluster, config.grid.pairs(names)))
     links = config.links.model_copy(update={"measured": None, "connections": connections})
     return config.model_copy(update={"hosts": hosts, "links": links})

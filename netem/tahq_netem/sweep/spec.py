@@ -182,8 +182,6 @@ class SweepConfig(Section):
         for size in self.micro_batches:
             if self.global_batch % size:
                 raise ValueError(f"global_batch {self.global_batch} is not divisible by micro-batches of {size}")
-        if self.model.sleep is not None:
-            raise ValueError("model.sleep is not allowed here; set the durations in compute")
         layers = self.model.num_layers
         if layers is not None and max(self.stages) > layers:
             raise ValueError(f"{max(self.stages)} stages need as many layers; model.num_layers is {layers}")

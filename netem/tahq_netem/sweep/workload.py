@@ -24,6 +24,7 @@ import numpy as np
 from tahq.comm.config import LinksConfig
 from tahq.comm.network_model import ACKNOWLEDGED_SHARE, GOODPUT_SHARE, SHORTEST_QUEUE_S, goodput_bits_per_s
 from tahq.config.cluster import ClusterConfig
+from tahq.config.emulate import EmulateConfig
 from tahq.config.file import resolve
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
@@ -63,7 +64,7 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
     """The configuration of a session's workers; `folder` is for generated data, `times` is None if stages compute."""
     data = _absolute(sweep.data) if sweep.data is not None else _random_data(sweep, folder)
     sleep = None if times is None else SleepConfig(forward=list(times.forward_s), backward=list(times.backward_s))
-    model = sweep.model.model_copy(update={"sleep": sleep})
+    model = sweep.model
     if model.path is None and model.vocab_size is None:
         model = model.model_copy(update={"vocab_size": load_tokenizer(data).vocab_size})
     # Schedules that only other runtimes have are passed to them by the session's name.
@@ -83,6 +84,7 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
         pipeline=PipelineConfig.model_validate(pipeline),
         wire=WireConfig.model_validate(codecs),
         links=LinksConfig() if sweep.piece is None else LinksConfig(piece=sweep.piece),
+        emulate=EmulateConfig(sleep=sleep),
     )
     values = ClusterConfig.model_validate(values.model_dump(exclude_unset=True))
     return values if key.schedule == AUTO else resolve(values)

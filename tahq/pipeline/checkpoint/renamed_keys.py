@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+_OF_A_NETWORK = (
+    *("rate", "delay", "up", "down", "jitter", "loss", "reorder", "profile", "hosts", "pairs"),
+    *("congestion_control", "tcp_slow_start_after_idle", "backend"),
+)
 RENAMED: Mapping[tuple[str | int, ...], tuple[str, str]] = {
     ("training", "activation_checkpointing"): ("memory", "recompute"),
     ("run", "snapshot_every"): ("run", "checkpoint_every"),
@@ -10,8 +14,15 @@ RENAMED: Mapping[tuple[str | int, ...], tuple[str, str]] = {
     ("run", "keep_snapshots"): ("run", "keep_checkpoints"),
     ("run", "report_to"): ("run", "trackers"),
     ("training", "report_to"): ("run", "trackers"),
+    ("model", "sleep"): ("emulate", "sleep"),
+    **{("links", key): ("emulate", key) for key in _OF_A_NETWORK},
 }
 """Section and key now, by section and key before, or in transformers."""
+
+
+def present_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The present name of a key, given as the path to it or to a part of its value."""
+    return (*RENAMED.get(path[:2], path[:2]), *path[2:])
 
 
 def with_present_names(config: Mapping[str, Any]) -> dict[str, Any]:

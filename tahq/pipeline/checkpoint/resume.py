@@ -390,6 +390,8 @@ RULES: Mapping[str, KeyRule] = {
     "wire.follow": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
     "wire.replay": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
     "links": KeyRule(Verdict.EXACT, "the time at which bytes arrive does not matter"),
+    "emulate": KeyRule(Verdict.EXACT, "the time at which bytes arrive does not matter"),
+    "emulate.sleep": KeyRule(Verdict.REFUSED, "the checkpoint's weights are those of stages that sleep, or do not"),
     "security": KeyRule(Verdict.EXACT, _NOT_ARITHMETIC),
     "hosts": KeyRule(
         Verdict.INEXACT,
