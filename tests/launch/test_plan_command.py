@@ -172,7 +172,7 @@ def test_hosts_of_namespaces_keep_their_network_so_that_planning_again_predicts_
     # three stages, so that all hosts are in it; host0, whose uplink is slow, sends least as the last stage
     _, figures, config = planned(NETWORK, "--stages", "3")
     place = {name: f"host{stage}" for stage, name in enumerate(figures["plan"]["hosts"])}
-    links = config.links.model_dump(mode="json", context=WRITTEN_BY_HAND)
+    links = config.emulate.model_dump(mode="json", context=WRITTEN_BY_HAND)
     assert links["hosts"][place["host0"]]["up"] == "1mbit"
     assert links["hosts"][place["host2"]]["site"] == "far"
     between = {frozenset(pair["between"]) for pair in links["pairs"]}
