@@ -28,7 +28,7 @@ def test_every_key_has_a_description(section, model):
 
 
 def test_a_union_of_a_word_and_machines_is_a_section():
-    assert {"hosts", "links.pairs", "wire.follow.guard"} <= SECTIONS.keys()
+    assert {"hosts", "emulate.pairs", "wire.follow.guard"} <= SECTIONS.keys()
 
 
 EXAMPLES = re.findall(r"^Example: (.+)$", CONFIGURATION.read_text(encoding="utf-8"), re.MULTILINE)
@@ -43,6 +43,6 @@ def test_examples_name_only_known_keys(example):
 
 def _entries(section, value):
     """What has the section's keys: the value itself, or each of many."""
-    if section in ("links.pairs", "hosts"):
+    if section in ("emulate.pairs", "hosts"):
         return value
-    return value.values() if section == "links.hosts" else [value]
+    return value.values() if section == "emulate.hosts" else [value]

@@ -148,31 +148,37 @@ class NetworkConfig(Section):
 class EmulatedNetwork(Section):
     """Slow links between the hosts.
 
-    `rate` limits each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
-    Under ``hosts: namespaces`` they describe a network on this machine, as do the keys from `up` on;
-    elsewhere rate and delay are enforced between session and socket, in user space.
+    `rate` and `delay` are imitated inside the workers, or, with `hosts: namespaces`, by a real network on this machine,
+    for which the keys from `up` on are.
     """
 
     rate: Rate | None = None
+    """Cap of each host's uplink and, separately, of its downlink. Not set: not limited."""
     delay: Delay = 0.0
+    """One-way, between any two hosts; a round trip takes twice as long."""
     up: Speed | None = None
-    """Uplink rate of each host, in place of `rate`."""
+    """Uplink of each host, in place of `rate`."""
     down: Speed | None = None
+    """Downlink of each host, in place of `rate`."""
     jitter: Delay = 0.0
+    """Delays are spread evenly over `delay` ± `jitter`."""
     loss: Share = 0.0
+    """Share of packets that are lost: 0.01 is 1 %."""
     reorder: Share = 0.0
+    """Share of packets that overtake others."""
     profile: str | None = Field(default=None, min_length=1)
-    """A named kind of connection, or the path of a file with one, in place of rates and delays."""
+    """A kind of connection (`cable`, `4g`, …; `tahq-netem profiles` lists them), or a YAML file with one, in place
+    of rates and delays."""
     hosts: dict[Name, HostChanges] = Field(default_factory=dict)
     """Exceptions for some hosts; host0 runs stage 0, and so on."""
     pairs: list[PairConfig] = Field(default_factory=list)
     """Exceptions between some hosts or sites."""
     congestion_control: CongestionControl | None = None
-    """TCP's, on every host; None: cubic."""
+    """TCP's, on every host: `cubic`, `bbr`, … Not set: cubic."""
     tcp_slow_start_after_idle: bool | None = None
-    """Whether TCP repeats its slow start after a pause, on every host; None: the kernel's setting."""
+    """Whether TCP begins slowly again after a pause. Not set: the kernel's setting, which is `true`."""
     backend: BackendName = "auto"
-    """How the network is imitated."""
+    """What shapes the network; `auto`: `kernel` where the kernel has netem, else `tun`."""
 
     @model_validator(mode="after")
     def _profile_says_it_all(self) -> "EmulatedNetwork":

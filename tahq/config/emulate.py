@@ -5,7 +5,13 @@ from tahq.models.config import SleepConfig
 
 
 class EmulateConfig(EmulatedNetwork):
-    """An imitated network, and stages that sleep."""
+    """Slow links and stages that sleep, to try many machines on one.
+
+    `rate` and `delay` are imitated inside the workers, or, with `hosts: namespaces`, by a real network on this machine,
+    for which the keys from `up` on are.
+
+    Example: `emulate: {rate: 100mbit, delay: 20ms}` or `emulate: {profile: cable}`
+    """
 
     sleep: SleepConfig | None = None
-    """Stages sleep instead of computing; tensors between them have the model's shapes but meaningless values."""
+    """Stages sleep instead of computing, to measure networks with fewer cores than stages; learns nothing."""
