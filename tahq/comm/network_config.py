@@ -96,7 +96,7 @@ class PathChanges(Section):
 class HostChanges(PathChanges):
     """Exceptions for one host; what is not set stays as `emulate` or its profile has it.
 
-    Example: `links.hosts: {host1: {up: 20mbit, site: home}, host2: {site: lab, loss: 0.01}}`
+    Example: `emulate.hosts: {host1: {up: 20mbit, site: home}, host2: {site: lab, loss: 0.01}}`
     """
 
     up: Speed | None = None
@@ -110,7 +110,7 @@ class HostChanges(PathChanges):
 class PairConfig(PathChanges):
     """An exception between two hosts, a host and a site, or two sites, in both directions.
 
-    Example: `links.pairs: [{between: [home, lab], delay: 60ms}, {between: [lab, lab], delay: 0, rate: 1gbit}]`
+    Example: `emulate.pairs: [{between: [home, lab], delay: 60ms}, {between: [lab, lab], delay: 0, rate: 1gbit}]`
     """
 
     between: tuple[Name, Name]

@@ -30,7 +30,7 @@ Durations = Annotated[list[Duration], BeforeValidator(_one_for_all), Field(min_l
 class SleepConfig(Section):
     """Imitated compute, for measuring networks with fewer cores than stages.
 
-    Example: `model.sleep: {forward: 73ms, backward: 152ms}`
+    Example: `emulate.sleep: {forward: 73ms, backward: 152ms}`
     """
 
     forward: Durations
