@@ -8,8 +8,8 @@ fp32; packed is the same program with one call of `compress`.
 
 1. *Losses.* A small GPT-2 that computes and learns, links open: the loss of the last step, and which runs are equal in
    all steps, to the bit: keys and streams depend on the cut, not on the schedule, so runs with the same cuts must be.
-2. *Tokens per second* at a rate. Stages sleep instead of computing (`model.sleep`), since four that compute would share
-   this machine's cores; codecs, gloo, TCP and torch's schedules are real.
+2. *Tokens per second* at a rate. Stages sleep (`emulate.sleep`), since four that compute would share this machine's
+   cores; codecs, gloo, TCP and torch's schedules are real.
 """
 
 import argparse

@@ -75,14 +75,14 @@ def case(place: Place, wire: str) -> Case:
     sleep = {"forward": f"{1e3 * FORWARD_S:g}ms", "backward": f"{1e3 * BACKWARD_S:g}ms"}
     rate = {} if place.rate_bits_per_s is None else {"rate": f"{place.rate_bits_per_s / 1e6:g}mbit"}
     tcp = {"congestion_control": CONGESTION_CONTROL, "tcp_slow_start_after_idle": False}
-    model = {"family": "gpt2", "num_layers": place.stages, "hidden_size": HIDDEN_SIZE, "num_heads": 8, "sleep": sleep}
+    model = {"family": "gpt2", "num_layers": place.stages, "hidden_size": HIDDEN_SIZE, "num_heads": 8}
     values: Values = {
         "run": {"name": "default"},
         "model": model,
         "data": {"text": "stdlib", "seq_len": SEQ_LEN},
         "training": {"global_batch": count * MICRO_BATCH, "micro_batch": MICRO_BATCH},
         "pipeline": {"stages": place.stages},
-        "links": {**rate, "delay": write_duration(place.round_trip_s / 2), **tcp},
+        "emulate": {**rate, "delay": write_duration(place.round_trip_s / 2), **tcp, "sleep": sleep},
         "hosts": "namespaces",
     }
 

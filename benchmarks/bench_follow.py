@@ -104,10 +104,9 @@ def keys(options: argparse.Namespace, *, sleeps: bool = True) -> Values:
     """One sample per micro-batch; stages that sleep, or (not `sleeps`) a small model that computes."""
     sleep = {"forward": options.forward, "backward": options.backward}
     model = {"family": "gpt2", "num_layers": STAGES, "num_heads": 4, "vocab_size": 256}
-    model |= {"hidden_size": 1024, "sleep": sleep} if sleeps else {"hidden_size": 256}
     return {
         "run": {"name": "session", "threads": 1, "device": "cpu", "peer_timeout": "60s", "seed": 1},
-        "model": model,
+        "model": model | {"hidden_size": 1024 if sleeps else 256},
         "data": {"text": "stdlib", "seq_len": 512 if sleeps else 64},
         "training": {
             "steps": MANY_STEPS,
@@ -116,6 +115,7 @@ def keys(options: argparse.Namespace, *, sleeps: bool = True) -> Values:
             "lr": 1e-4 if sleeps else 1e-3,
         },
         "pipeline": {"stages": STAGES},
+        "emulate": {"sleep": sleep if sleeps else None},
     }
 
 
@@ -137,9 +137,10 @@ def default_settings(options: argparse.Namespace) -> Iterator[list[str]]:
     pair = codecs["activations"], codecs["gradients"]
     best_s = {}
     for rate in (HIGH, LOW):
-        links = {"rate": HIGH, "delay": DELAY, "hosts": {HOST: {"up": rate, "down": rate}}}
-        like_the_other = {"links": links, "hosts": "namespaces", "security": {"curve": False}}
-        case = Case(rate, "default", keys(options) | like_the_other)
+        given = keys(options)
+        network = {"rate": HIGH, "delay": DELAY, "hosts": {HOST: {"up": rate, "down": rate}}}
+        like_the_other = {"emulate": given["emulate"] | network, "hosts": "namespaces", "security": {"curve": False}}
+        case = Case(rate, "default", given | like_the_other)
         [(values, _, _)] = best_plans(case, pair, 1)
         best_s[rate] = statistics.median(step["step_time_s"] for step in settled(launch(values)))
     for number, rate in enumerate((HIGH, LOW, HIGH)):

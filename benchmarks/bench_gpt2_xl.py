@@ -171,14 +171,14 @@ def share_cells(row: EngineRow) -> list[object]:
 def case(rate: int | None, options: argparse.Namespace) -> Case:
     """Default settings at a rate in Mbit/s; None: unshaped."""
     keys = MODELS[options.model]
-    links = {"tcp_slow_start_after_idle": False} | ({} if rate is None else {"rate": f"{rate}mbit"})
+    network = {"tcp_slow_start_after_idle": False} | ({} if rate is None else {"rate": f"{rate}mbit"})
     values: Values = {
         "run": {"name": "default", "device": options.device},
         "model": keys["model"],
         "data": {"text": "stdlib", "seq_len": keys["seq_len"]},
         "training": {"global_batch": MICRO_BATCHES},
         "pipeline": {"stages": options.stages},
-        "links": links,
+        "emulate": network,
         "hosts": "namespaces",
     }
 

@@ -36,15 +36,20 @@ def case(wire: str) -> Case:
         name: [f"{NUM_LAYERS // count * milliseconds / speed:g}ms" for _, speed, _, _ in HOSTS]
         for name, milliseconds in zip(("forward", "backward"), LAYER_MS, strict=True)
     }
-    links = {f"host{n}": {"up": f"{up}mbit", "down": f"{down}mbit"} for n, (_, _, up, down) in enumerate(HOSTS)}
-    model = {"family": "gpt2", "num_layers": NUM_LAYERS, "hidden_size": HIDDEN_SIZE, "num_heads": 8, "sleep": sleep}
+    hosts = {f"host{n}": {"up": f"{up}mbit", "down": f"{down}mbit"} for n, (_, _, up, down) in enumerate(HOSTS)}
+    model = {"family": "gpt2", "num_layers": NUM_LAYERS, "hidden_size": HIDDEN_SIZE, "num_heads": 8}
     values: Values = {
         "run": {"name": "default"},
         "model": model,
         "data": {"text": "stdlib", "seq_len": SEQ_LEN},
         "training": {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH},
         "pipeline": {"stages": count},
-        "links": {"hosts": links, "congestion_control": CONGESTION_CONTROL, "tcp_slow_start_after_idle": False},
+        "emulate": {
+            "sleep": sleep,
+            "hosts": hosts,
+            "congestion_control": CONGESTION_CONTROL,
+            "tcp_slow_start_after_idle": False,
+        },
         "hosts": "namespaces",
     }
     naive: Values = {"pipeline": {"schedule": "1f1b", "layers": [NUM_LAYERS // count] * count}}

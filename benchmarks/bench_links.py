@@ -1,4 +1,4 @@
-"""How closely `links: {rate, delay}` is kept, the goodput of ZMQ, gloo and NCCL, and what CURVE costs.
+"""How closely `emulate: {rate, delay}` is kept, the goodput of ZMQ, gloo and NCCL, and what CURVE costs.
 
 Two processes on loopback, as two hosts, each with tahq's own endpoint. Goodput: payload bits of a stream of equal
 frames, from the first frame's arrival to the last one's. Delay: from `send` of a 64-byte frame on an idle link to

@@ -28,13 +28,8 @@ SETTLE = 5
 """Steps at the start that are not counted."""
 PIPELINES: dict[str, dict[str, Any]] = {
     "sleeping": {
-        "model": {
-            "family": "gpt2",
-            "num_layers": 4,
-            "hidden_size": 1024,
-            "num_heads": 8,
-            "sleep": {"forward": "20ms", "backward": "40ms"},
-        },
+        "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 1024, "num_heads": 8},
+        "emulate": {"sleep": {"forward": "20ms", "backward": "40ms"}},
         "training": {"global_batch": 8, "micro_batch": 1},
         "data": {"text": "stdlib", "seq_len": 512},
     },
@@ -53,7 +48,7 @@ def train(name: str, options: argparse.Namespace, steps: int, run: dict[str, Any
         "training": {"steps": steps} | sections["training"],
         "pipeline": {"stages": STAGES},
         "wire": {"activations": "tah", "gradients": "fixed:bits=6"},
-        "links": {"rate": options.rate},
+        "emulate": {"rate": options.rate} | sections.get("emulate", {}),
         "hosts": "namespaces",
     }
     with tempfile.TemporaryDirectory() as marks:

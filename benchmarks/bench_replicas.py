@@ -41,11 +41,12 @@ def config(mbits: float, round_trip_ms: float) -> dict[str, Any]:
     sleep = {"forward": f"{1e3 * FORWARD_S:g}ms", "backward": f"{1e3 * BACKWARD_S:g}ms"}
     return {
         "run": {"name": "replicas"},
-        "model": {"family": "gpt2", "num_layers": HOSTS, "hidden_size": HIDDEN_SIZE, "num_heads": 8, "sleep": sleep},
+        "model": {"family": "gpt2", "num_layers": HOSTS, "hidden_size": HIDDEN_SIZE, "num_heads": 8},
         "data": {"text": "stdlib", "seq_len": SEQ_LEN},
         "training": {"global_batch": 32, "micro_batch": 4, "steps": STEPS},
         "pipeline": {"stages": HOSTS},
-        "links": {
+        "emulate": {
+            "sleep": sleep,
             "rate": f"{mbits:g}mbit",
             "delay": write_duration(round_trip_ms / 2e3),
             "congestion_control": "bbr",
