@@ -32,6 +32,11 @@ def test_host_defaults_are_taken_by_entries_that_do_not_say_otherwise(file):
     assert file.load(dump_yaml(config)) == config == config_from_json(config_json(config))
 
 
+def test_three_hosts_are_three_stages_with_a_checkpoint_every_ten_minutes(file):
+    config = file.load(with_hosts("hosts: [{local: true}, {address: b, ssh: b}, {address: c, ssh: c}]\n"))
+    assert (config.pipeline.stages, config.run.checkpoint_every, config.run.keep_checkpoints) == (3, 600.0, 2)
+
+
 @pytest.mark.parametrize(
     ("run", "address"),
     [

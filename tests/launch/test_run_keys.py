@@ -64,6 +64,11 @@ def test_without_curve_there_are_no_keys_and_a_warning_if_others_can_reach_the_r
     assert "security.curve is off" in warning
 
 
+def test_rate_at_which_losses_diverge_gets_a_warning():
+    (warning,) = warnings_about(configured(training={**TWO_STAGES["training"], "lr": 3, "optimizer": "adamw"}))
+    assert warning.startswith("warning: training.lr 3 is high for adamw")
+
+
 def test_keygen_prints_the_public_half_and_keeps_the_other(tahq, tmp_path):
     assert_one_line(tahq("tahq-worker", "--peer", "127.0.0.1:9", "--keys-from-stdin"), 2, "no keys came on stdin")
     status, public, stderr = tahq("tahq", "keygen", "--out", "gpu1.secret")

@@ -1,0 +1,33 @@
+"""README's measured figures are those of the result files that docs/dev/readme-figures.md names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/dev/readme-figures.md").read_text(encoding="utf-8")
+ROWS = [re.split(r"(?<!\\)\|", line.strip("|")) for line in PAGE.splitlines() if ".md |" in line]
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+
+
+@pytest.mark.parametrize(("figures", "file", "places", "commit"), ROWS, ids=[row[1].strip() for row in ROWS])
+def test_file_has_the_figure_and_readme_says_it(figures, file, places, commit):
+    result = (ROOT / "benchmarks/results" / file.strip()).read_text(encoding="utf-8")
+    assert file.strip() in README or "stage_memory" in file  # of docs/reference/models.md, which README links
+    for number in re.findall(NUMBER, figures):
+        assert number in README
+    for place in places.split(";"):
+        assert re.sub(r" \(.*", "", place.strip()).replace("\\|", "|") in result
+    if "not recorded" not in commit:
+        assert f"Commit {commit.strip()[:7]}" in result
+
+
+def test_every_measured_figure_of_readme_is_listed():
+    known = set(re.findall(NUMBER, " ".join(row[0] for row in ROWS)))
+    measured = re.findall(rf"({NUMBER})(?= (?:times|nats|GiB|tokens/s))|\| ({NUMBER}) (?=\|)", README)
+    shares = re.findall(rf"((?:{NUMBER},? )+(?:and )?{NUMBER}) %", README)
+    found = {number for pair in measured for number in pair if number} | set(re.findall(NUMBER, " ".join(shares)))
+    assert len(found) > 10
+    assert found <= known
