@@ -1,4 +1,4 @@
-"""Boundary tensors of a trained GPT-2 small, where the data that are not part of the repository lie."""
+"""Boundary tensors of a trained GPT-2 small: an excerpt, and all where the data that are not in the repository lie."""
 
 import os
 from functools import cache
@@ -9,6 +9,9 @@ import torch
 
 FOLDER = Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FIXTURE = FOLDER / "gpt2small_boundary.safetensors"
+
+EXCERPT = Path(__file__).parent / "boundary_excerpt.safetensors"
+"""64 positions of one sample."""
 
 needs_fixture = pytest.mark.skipif(
     not FIXTURE.exists(), reason="no gpt2small_boundary.safetensors; set TAHQ_SHARED_DATA"
@@ -21,3 +24,11 @@ def boundary() -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(FIXTURE)
+
+
+@cache
+def boundary_or_excerpt() -> dict[str, torch.Tensor]:
+    """As `boundary`, or [1, 64, 768] of them."""
+    from safetensors.torch import load_file
+
+    return boundary() if FIXTURE.exists() else load_file(EXCERPT)
