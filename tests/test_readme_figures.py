@@ -31,3 +31,10 @@ def test_every_measured_figure_of_readme_is_listed():
     found = {number for pair in measured for number in pair if number} | set(re.findall(NUMBER, " ".join(shares)))
     assert len(found) > 10
     assert found <= known
+
+
+def test_every_result_names_its_commit():
+    files = [path for folder in ("benchmarks", "netem") for path in (ROOT / folder / "results").glob("*.md")]
+    named = re.compile(r"[Cc]ommit (?:[0-9a-f]{7}|not recorded; the file is of [0-9a-f]{7})")
+    assert len(files) > 50
+    assert [path.name for path in files if not named.search(path.read_text(encoding="utf-8"))] == []
