@@ -165,7 +165,9 @@ def _workload(config: SweepConfig) -> dict[str, Any]:
     if config.faults:
         kept.add("faults")
     kept |= {key for key in ("tcp_slow_start_after_idle", "piece") if getattr(config, key) is not None}
-    return config.model_dump(mode="json", include=kept)
+    said = config.model_dump(mode="json", include=kept)
+    said["model"]["sleep"] = None  # a key that was removed, so that the ids of earlier results stay valid
+    return said
 
 
 def _id(workload: dict[str, Any], session: SessionKey, network: NetworkChoice) -> str:
