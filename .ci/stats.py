@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 68_950,
     "modules there": 378,
     "lines of benchmarks": 9_050,
-    "lines of tests": 48_850,
+    "lines of tests": 48_900,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,
