@@ -1,7 +1,7 @@
 """A slice's blocks as CUDA graphs: the host launches a micro-batch's forward, or backward, at once.
 
 Kernel by kernel a GPT2-XL block takes the host 2.4 ms forward and 2.4 ms backward on a cloud machine, whatever the
-micro-batch, where an H200 computes one sample in 0.6 ms (docs/dev/experiment-log.md). A graph has the same kernels,
+micro-batch, where an H200 computes one sample in 0.7 ms (docs/dev/experiment-log.md). A graph has the same kernels,
 and so the same bits.
 
 Graphs read and write at the addresses of their recording, so each micro-batch in flight has a slot: a graph of its
@@ -11,10 +11,10 @@ micro-batches that find none are computed kernel by kernel.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -64,11 +64,16 @@ class BlockGraphs:
         self._slot_bytes = 0
         """Memory of the largest slot."""
         self._has_failed = False
-        self._parameters: list[nn.Parameter] = []
         self._gradients: list[torch.Tensor] = []
         """Where recorded backwards add to the gradients of `_parameters`."""
         self._copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}
         """The casts of weights that recorded passes read."""
+
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        """Of the blocks; none where passes cannot be recorded."""
+        parameters = [each for block in self._module.blocks() for each in block.parameters()]
+        return parameters if _has_fixed_kernels(self._module, parameters) else []
 
     def begin(self) -> None:
         """Before a step: no micro-batch is in flight."""
@@ -88,9 +93,7 @@ class BlockGraphs:
     def _taken(self, hidden: torch.Tensor, is_split: bool) -> _Slot | None:
         """A slot that is not in use, recorded if need be and possible."""
         if not self._parameters:
-            if not _has_fixed_kernels(self._module):
-                return None
-            self._parameters = [each for block in self._module.blocks() for each in block.parameters()]
+            return None
         self._refresh_copies()
         kind: _Kind = hidden.shape, hidden.dtype, is_split
         free = self._free.setdefault(kind, [])
@@ -203,13 +206,12 @@ class BlockGraphs:
             parameter.grad = place
 
 
-def _has_fixed_kernels(module: ModelSlice) -> bool:
+def _has_fixed_kernels(module: ModelSlice, parameters: Iterable[Any]) -> bool:
     """Whether every pass launches the same kernels, and the host does nothing else in it."""
     layers = [layer for block in module.blocks() for layer in block.modules()]
-    parameters: list[Any] = [each for block in module.blocks() for each in block.parameters()]
     has_hooks = any(getattr(each, "on_gradient", None) or each._post_accumulate_grad_hooks for each in parameters)
     drops = any(isinstance(layer, KeyedDropout) and layer.p > 0 for layer in layers)
-    return bool(parameters) and not (module.around_block or module.checkpoint_blocks or has_hooks or drops)
+    return not (module.around_block or module.checkpoint_blocks or has_hooks or drops)
 
 
 class _Replay(torch.autograd.Function):
