@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,27 @@ def test_invite_admits_one_machine_whose_key_alone_comes_back(serving, tmp_path)
     assert serving.members.all[OWN.public].address == "203.0.113.9"
     seen = [*map(str, serving.told), serving.members.path.read_bytes().hex(), serving.members.path.read_text("latin1")]
     assert not [text for text in seen if invite.keys.secret in text]
+
+
+def test_machines_that_dial_before_the_coordinator_has_read_its_members_are_all_admitted(tmp_path):
+    """As those do that wait for a coordinator which is started again."""
+    members = Members(tmp_path / "members.sqlite", lambda: 0.0)
+    server = ControlServer("127.0.0.1:0", heartbeat_s=0.1, keys=COORDINATOR)
+    invites = [Invitation(server.address, COORDINATOR.public, new_key_pair()) for _ in range(8)]
+    for invite in invites:
+        members.invite(invite.keys.public, 3600.0)
+    with closing(server), ThreadPoolExecutor(len(invites)) as pool:
+        redeeming = [pool.submit(redeem, invite, new_key_pair(), None) for invite in invites]
+        time.sleep(0.5)  # until their handshakes wait for an answer
+        admission = Admission(members, server, Welcome({}), print)
+        deadline_s = time.monotonic() + SOON_S
+        while not all(each.done() for each in redeeming) and time.monotonic() < deadline_s:
+            admission.look()
+            for identity, message in server.poll(0.02):
+                assert admission.takes(identity, message)
+        for each in redeeming:
+            each.result(timeout=0)
+    assert len(members.all) == len(invites)
 
 
 def test_expired_forged_and_misdirected_invites_are_refused_on_both_sides(serving, caplog):

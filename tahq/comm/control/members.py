@@ -185,9 +185,9 @@ class Admission:
             self._tell_sometimes(str(error))
             return
         self._stamp, self._invites = stamp, invites
-        for key in (invites | keys) - self._admitted:
-            self._server.allow(key)
-            self._admitted.add(key)
+        if new := (invites | keys) - self._admitted:
+            self._server.allow(*new)
+            self._admitted |= new
 
     def takes(self, identity: bytes, message: Message) -> bool:
         """Handle a message that came over a connection with an invite's key; False: it came over another."""

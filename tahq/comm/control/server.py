@@ -100,7 +100,7 @@ class ControlServer:
         self.take_refused = gate.take_refused
         """Log lines about keys that were refused since the last call."""
         self.allow = gate.allow
-        """Let the owner of this public key in from now on."""
+        """Let the owners of these public keys in from now on."""
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
         """Messages that have come, heartbeats included; waits up to `timeout_s` for the first."""

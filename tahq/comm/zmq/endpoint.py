@@ -242,8 +242,7 @@ class ZmqEndpoint:
     def allow(self, public_keys: Iterable[str]) -> None:
         """Let the owners of these keys in, to fetch files; any thread may call it."""
         if self._reception is not None:
-            for key in public_keys:
-                self._loop.submit(None, partial(self._reception.gate.allow, key))
+            self._loop.submit(None, partial(self._reception.gate.allow, *public_keys))
 
     def _files_session(self, spec: LinkSpec) -> Session:
         limits = replace(

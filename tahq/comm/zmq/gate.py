@@ -181,9 +181,12 @@ class Gate:
         """Call `serve` as soon as one of these has input."""
         return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
 
-    def allow(self, key: str) -> None:
-        """Let the owner of this public key in from now on, even if it is waiting already."""
-        self._allowed.add(key)
+    def allow(self, *keys: str) -> None:
+        """Let the owners of these public keys in from now on, even if they are waiting already.
+
+        All keys before any answer: an owner of the last must not be refused because the first was let in.
+        """
+        self._allowed.update(keys)
         self.serve()
 
     def know(self, frame: zmq.Frame) -> None:
