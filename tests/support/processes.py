@@ -34,11 +34,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 
 
 def command_line(pid: int) -> list[str]:
-    """A process's arguments; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
+    """A process's arguments, which one that has just begun does not have for a moment; empty if there is none."""
+    deadline_s, text = time.monotonic() + 1.0, ""
+    while not text and time.monotonic() < deadline_s:
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        except OSError:
+            return []
+    return text.split("\0")
 
 
 def listening_ports(pid: int) -> list[int]:
