@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tahq.config.file import load_config
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs/dev/readme-figures.md").read_text(encoding="utf-8")
@@ -31,6 +33,18 @@ def test_every_measured_figure_of_readme_is_listed():
     found = {number for pair in measured for number in pair if number} | set(re.findall(NUMBER, " ".join(shares)))
     assert len(found) > 10
     assert found <= known
+
+
+def test_readme_is_about_more_than_measurements():
+    words = sum(len(line.split()) for line in README.splitlines() if "benchmarks/results/" in line)
+    assert 0 < words < len(README.split()) / 4
+
+
+def test_example_of_readme_is_a_configuration_of_at_most_twelve_lines(tmp_path):
+    text = README.partition("```yaml\n")[2].partition("```")[0]
+    assert len(text.splitlines()) <= 12
+    (tmp_path / "cluster.yaml").write_text(text, encoding="utf-8")
+    assert load_config(tmp_path / "cluster.yaml").pipeline.stages == 3
 
 
 def test_every_result_names_its_commit():

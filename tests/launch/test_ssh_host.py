@@ -203,7 +203,7 @@ def test_every_host_that_is_not_ready_is_named_at_once_with_what_to_do(over_ssh,
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        planned = tiny(pipeline={"stages": 7}, model={"num_layers": 7, "hidden_size": 32})
+        planned = tiny(pipeline={"stages": 8}, model={"num_layers": 8, "hidden_size": 32})
         config = over_ssh(planned)
         no_key = ["-o", "PreferredAuthentications=password", *sshd]
         changes = [
@@ -214,6 +214,7 @@ def test_every_host_that_is_not_ready_is_named_at_once_with_what_to_do(over_ssh,
             {"ssh_options": ["-p", "1", *sshd]},
             {"env": {"PYTHONPATH": "/no/such/folder", "PYTHONNOUSERSITE": "1"}, "python": "/usr/bin/python3"},
             {"bind": f"127.0.0.1:{port}"},
+            {"ssh_options": ["-p", str(port), "-o", "ConnectTimeout=1", *sshd]},  # where nothing answers
         ]
         config["hosts"] = [{**host, **change} for host, change in zip(config["hosts"], changes, strict=True)]
         write_config(tmp_path, config)
@@ -229,9 +230,23 @@ def test_every_host_that_is_not_ready_is_named_at_once_with_what_to_do(over_ssh,
                 *("/no/such/python", "hosts.1.python", "mkdir -p", "hosts.2.workdir"),
                 *("Permission", "ssh-copy-id", "hosts.3.ssh,", "refused", "hosts.4.ssh_options"),
                 *("tahq is not installed", "pip install", "hosts.5.python", "cannot listen on", "hosts.6.bind"),
+                *("timed out", "hosts.7.ssh_options"),
             ):
                 assert part in table, stdout
     assert not (tmp_path / "runs").exists()
+
+
+@needs_sshd
+def test_addresses_at_which_hosts_do_not_answer_are_named_before_the_start(over_ssh, tmp_path, start):
+    write_config(
+        tmp_path, over_ssh({**TWO_STAGES, "run": {**TWO_STAGES["run"], "relay": "never"}}, address="127.0.0.9")
+    )
+    launcher = start("tahq-launch", "cluster.yaml")
+    stdout, stderr = launcher.communicate(timeout=120)
+    assert launcher.returncode == 2, stdout
+    assert "not ready: 127.0.0.9 (stage 1); nothing was started" in stderr
+    assert re.search(r"127\.0\.0\.9:\d+", stdout)
+    assert "hosts.0.address" in stdout
 
 
 @needs_sshd

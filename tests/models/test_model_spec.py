@@ -105,6 +105,14 @@ def test_a_folder_that_cannot_be_trained_is_refused(keys, message, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_tokenizer_far_smaller_than_the_models_vocabulary_is_refused(tmp_path):
+    write_config(tmp_path, vocab_size=1024)
+    config = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"data.tokenizer has 255 tokens, .* trained with up to 1024: remove the key"):
+        load_spec(config, vocab_size=255, seq_len=8, needs_weights=False)
+    assert load_spec(config, vocab_size=256, seq_len=8, needs_weights=False).vocab_size == 1024
+
+
 def test_a_path_without_a_model_is_refused(tmp_path):
     for name in ("missing", "a" * 5000):
         with pytest.raises(ModelError, match="is not a folder"):

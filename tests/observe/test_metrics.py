@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,13 @@ def steps_in(path):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "metrics.jsonl"
+
+
+def test_every_key_is_in_the_reference(record):
+    page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    line = step_object(record(1))
+    assert [key for key in (*line, *line["links"][0]) if f"`{key}`" not in page] == []
+    assert "| `tokens_per_s` | `computed_tokens` by `step_time_s` |" in page
 
 
 def test_line_has_the_agreed_keys(record):

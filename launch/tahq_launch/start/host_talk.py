@@ -117,7 +117,9 @@ def _known_ends(host: MachineConfig, stage: int) -> Mapping[str, Callable[[str],
         "Host key verification failed": means("ssh", f"{ssh} once by hand, and accept its key"),
         "Could not resolve": means("ssh", f"correct the name in {key}.ssh, or use the IP address"),
         "Connection refused": means("ssh", f'start sshd there, or give its port: {key}.ssh_options: ["-p", "2222"]'),
-        "timed out|No route to host|unreachable": means("ssh", "switch it on, or open port 22 in its firewall"),
+        "timed out|No route to host|unreachable": means(
+            "ssh", f"switch it on, or open port 22 in its firewall, or give its port: {key}.ssh_options"
+        ),
         "No module named": means(
             "tahq", f"{install_command(host)}, with its requirements, or correct {key}.python", fix="install"
         ),

@@ -247,7 +247,9 @@ class _Preflight:
                 return near, far
         why = "; ".join(_why_not(near, far, dials[near], failures[near]) for near, far in ((upper, lower), pair))
         far = lower if dialled[lower] else upper
-        remedy = f"{_open_port(dialled[far])} on {self._hosts[far].address}" if dialled[far] else "open a port of one"
+        remedy = "open a port of one"
+        if dialled[far]:
+            remedy = f"{_open_port(dialled[far])} on {self._hosts[far].address}, or correct hosts.{far}.address"
         remedy += ", or forward a port to it (hosts.N.advertise)"
         if self._config.run.relay == "never":
             self._add(upper, fault("link", why, remedy))
