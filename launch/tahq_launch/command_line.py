@@ -85,9 +85,7 @@ RunOrAddress = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line. Default: a table.")]
-JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
-]
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object. Default: tables.")]
 
 log = logging.getLogger("tahq")
 

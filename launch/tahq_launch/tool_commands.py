@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tahq.errors import UserError, brief
-from tahq_launch.command_line import ConfigPath, Debug, Device, Json, JsonPath, Overrides
+from tahq_launch.command_line import ConfigPath, Debug, Device, Json, JsonObject, Overrides
 
 Shape = Annotated[
     str | None, typer.Option(metavar="N,…", help="Shape of the encoded tensor, e.g. 2,1024,1600. Default: none.")
@@ -50,7 +50,7 @@ def plan(
             "--output", "--write", metavar="FILE", help="Write a cluster.yaml that follows the plan. Default: none."
         ),
     ] = None,
-    json_path: JsonPath = None,
+    prints_json: JsonObject = False,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the simulated step.")] = False,
     overrides: Overrides = None,
     debug: Debug = False,
@@ -65,7 +65,7 @@ def plan(
     from tahq_launch.plan.problem import PlanChoices
 
     choices = PlanChoices(tuple(codecs or ()), tuple(schedules or ()), stages, max_replicas)
-    plan_cluster(cluster_yaml, overrides or (), numbers, choices, write=write, json_path=json_path, draws_step=grid)
+    plan_cluster(cluster_yaml, overrides or (), numbers, choices, write=write, prints_json=prints_json, draws_step=grid)
     return 0
 
 
@@ -146,7 +146,10 @@ def probe(
         typer.Option(metavar="FOLDER", help="Hugging Face folder with weights. Default: the run's initial weights."),
     ] = None,
     device: Device = None,
-    json_path: JsonPath = None,
+    prints_json: JsonObject = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write that JSON object to FILE. Default: none.")
+    ] = None,
     overrides: Overrides = None,
     resume: Annotated[
         bool,
@@ -164,7 +167,8 @@ def probe(
     from tahq_launch.analysis.probe_setup import ProbeRequest
 
     changes, wires = tuple(overrides or ()), tuple(wire or ())
-    run_probe(ProbeRequest(cluster_yaml, changes, wires, steps, batches, warm_up, weights, resume, device), json_path)
+    request = ProbeRequest(cluster_yaml, changes, wires, steps, batches, warm_up, weights, resume, device)
+    run_probe(request, prints_json=prints_json, output=output)
     return 0
 
 
@@ -185,7 +189,7 @@ def doctor(
     copy: Annotated[
         bool, typer.Option("--copy", help="With --fix: also copy a missing model and missing data. Default: neither.")
     ] = False,
-    prints_json: Annotated[bool, typer.Option("--json", help="Print one JSON object. Default: tables.")] = False,
+    prints_json: JsonObject = False,
     debug: Debug = False,
 ) -> int:
     """Check this machine, or all hosts of a run at once: software, GPU, disk, memory, clock, ports and links.

@@ -1,5 +1,6 @@
 """The commands of `tahq-netem`, which are also those of `tahq netem`; each imports what it needs when it is run."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -121,7 +122,8 @@ def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Shorter flows, and only figures that are judged. Default: all figures.")
     ] = False,
-    json_path: Annotated[Path | None, _file_option("--json", help="Also write all figures to this file.")] = None,
+    prints_json: Annotated[bool, typer.Option("--json", help="Print one JSON object. Default: a table.")] = False,
+    output: Annotated[Path | None, _file_option(help="Also write that JSON object to FILE. Default: none.")] = None,
     debug: Debug = False,
 ) -> int:
     """Build a network, measure it, and check that it is as described.
@@ -135,11 +137,12 @@ def calibrate(
     from tahq_netem.network.description import profile as load
 
     with build_network(load(profile, hosts), backend=backend, option="--backend") as network:
-        print(f"{profile}: {hosts} hosts, made by {network.backend}, TCP is {network.congestion_control}")
+        if not prints_json:
+            print(f"{profile}: {hosts} hosts, made by {network.backend}, TCP is {network.congestion_control}")
         measured = calibration.calibrate(network, quick=quick)
-    print(*measured.lines(), sep="\n")
-    if json_path is not None:
-        measured.write(json_path)
+    print(json.dumps(measured.as_dict(), allow_nan=False) if prints_json else "\n".join(measured.lines()))
+    if output is not None:
+        measured.write(output)
     measured.check()
     return 0
 

@@ -74,6 +74,7 @@ def test_every_command_has_the_common_options_and_its_help_is_whole(tahq):
         assert "-h, --help" in help_text
         options = {option: parameter for parameter in member.params for option in parameter.opts}
         assert ("--json" in options) == (name in REPORTS) or name == "netem probe", name
+        assert "--json" not in options or options["--json"].is_flag, name
         for option, parameter in options.items():
             assert option not in ALIASES or parameter.opts[0] in ("--codec", "--output"), (name, option)
             assert getattr(parameter, "help", None) or parameter.hidden, (name, option)

@@ -68,10 +68,11 @@ def planned(plan, tmp_path):
     """planned(config, ...) also writes the plan: (stdout, figures as JSON, the written configuration)."""
 
     def run(config, *arguments: str, numbers: str | None = None) -> tuple[str, dict, ClusterConfig]:
-        files = ("--write", "planned.yaml", "--json", "plan.json")
-        status, out, err = plan(config, *arguments, *files, numbers=numbers)
+        status, out, err = plan(config, *arguments, "--write", "planned.yaml", numbers=numbers)
         assert (status, err) == (0, "")
-        return out, json.loads((tmp_path / "plan.json").read_text()), load_config(tmp_path / "planned.yaml")
+        status, figures, err = plan(config, *arguments, "--json", numbers=numbers)
+        assert (status, err) == (0, "")
+        return out, json.loads(figures), load_config(tmp_path / "planned.yaml")
 
     return run
 
@@ -129,10 +130,12 @@ def test_origin_of_numbers_and_lack_of_memory_are_named(plan, config, arguments,
 def test_every_replica_is_shown(plan, tmp_path):
     one = "  - {name: NAME, up: 1gbit, compute: [{micro_batch: 2, block_forward: 0.4, block_backward: 0.8}]}\n"
     four = "hosts:\n" + "".join(one.replace("NAME", name) for name in "abcd")
-    arguments = ("--stages", "2", "--max-replicas", "2", "--json", "plan.json", "--write", "planned.yaml")
+    arguments = ("--stages", "2", "--max-replicas", "2")
     status, out, err = plan(SLEEPING, *arguments, numbers=four)
     assert (status, err) == (0, "")
-    replicas = json.loads((tmp_path / "plan.json").read_text())["replicas"]
+    status, figures, err = plan(SLEEPING, *arguments, "--json", "--output", "planned.yaml", numbers=four)
+    assert (status, err) == (0, "\nwritten to planned.yaml\n")
+    replicas = json.loads(figures)["replicas"]
     assert [each["hosts"] for each in replicas["plans"]] == replicas["hosts"]
     assert [sum(each["layers"]) for each in replicas["plans"]] == [6, 6]
     pipeline = yaml.safe_load((tmp_path / "planned.yaml").read_text())["pipeline"]
@@ -177,9 +180,9 @@ def test_hosts_of_namespaces_keep_their_network_so_that_planning_again_predicts_
     assert links["hosts"][place["host2"]]["site"] == "far"
     between = {frozenset(pair["between"]) for pair in links["pairs"]}
     assert between == {frozenset((place["host0"], place["host1"])), frozenset((place["host1"], "far"))}
-    assert tahq("tahq", "plan", "planned.yaml", "--stages", "3", "--json", "second.json")[0] == 0
-    again = json.loads((tmp_path / "second.json").read_text())
-    assert again["tokens_per_s"] == pytest.approx(figures["tokens_per_s"], rel=0.01)
+    status, out, _ = tahq("tahq", "plan", "planned.yaml", "--stages", "3", "--json")
+    assert status == 0
+    assert json.loads(out)["tokens_per_s"] == pytest.approx(figures["tokens_per_s"], rel=0.01)
 
 
 def test_chunks_and_codecs_are_chosen_from_those_that_are_allowed(planned):

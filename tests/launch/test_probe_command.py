@@ -36,7 +36,7 @@ def run(tmp_path_factory) -> Run:
 
 
 def test_report_and_json_agree(probe, tmp_path):
-    status, stdout, stderr = probe("--steps", "2", "--batches", "2", "--warm-up", "1", "--json", "probe.json")
+    status, stdout, stderr = probe("--steps", "2", "--batches", "2", "--warm-up", "1", "--output", "probe.json")
     assert status == 0
     assert stderr.startswith("0 of 21 gradients: step 0, warm-up\n")
     assert "steps 1 to 2, M = 2 batches of 8 samples per step; loss without codecs: " in stdout
@@ -64,12 +64,12 @@ def test_report_and_json_agree(probe, tmp_path):
     ],
     ids=["lossless", "activations of 1e5 overflow fp16"],
 )
-def test_zero_and_infinite_errors_are_in_report_and_json(probe, tmp_path, changes, wire, said, errors, delta):
-    arguments = (*overrides(*changes), "--steps", "1", "--batches", "2", "--wire", wire, "--json", "out.json")
+def test_zero_and_infinite_errors_are_in_report_and_json(probe, changes, wire, said, errors, delta):
+    arguments = (*overrides(*changes), "--steps", "1", "--batches", "2", "--wire", wire)
     status, stdout, _ = probe(*arguments)
     assert status == 0
     assert said in stdout
-    (measured,) = json.loads((tmp_path / "out.json").read_text())["wires"]
+    (measured,) = json.loads(probe(*arguments, "--json")[1])["wires"]
     assert (measured["step_errors"], measured["expectation_errors"]) == (2 * errors, errors)
     assert (measured["delta"], measured["below_step_limit"]) == (delta, delta is not None)
     assert errors[0] in measured["groups"].values()
@@ -88,7 +88,7 @@ def test_zero_and_infinite_errors_are_in_report_and_json(probe, tmp_path, change
         (["--resume"], "no checkpoint"),
         (["--weights", "nowhere"], "nowhere"),
         (["--weights", "nowhere", "--resume"], "give one of them"),
-        (["--json", "nowhere/probe.json"], "cannot write nowhere/probe.json"),
+        (["--output", "nowhere/probe.json"], "cannot write nowhere/probe.json"),
         (["--steps", "0"], "--steps"),
         (["--device", "cuda:99"], "cuda:99"),
     ],

@@ -194,13 +194,15 @@ def test_output_of_all_hosts_has_their_names_and_does_not_wait_for_programs_left
 @netns
 def test_calibrate_prints_and_keeps_every_figure(netem, tmp_path):
     (tmp_path / "mine.yaml").write_text(PROFILE)
-    status, stdout, stderr = netem("calibrate", "mine.yaml", "--quick", "--json", "figures.json")
+    status, stdout, stderr = netem("calibrate", "mine.yaml", "--quick", "--output", "figures.json")
     assert status == 0, stdout + stderr
     kept = json.loads((tmp_path / "figures.json").read_text())
     assert kept["is_within"]
     assert len(stdout.splitlines()) == 1 + len(kept["figures"])
     trip = next(figure for figure in kept["figures"] if figure["what"] == "round trip")
     assert abs(trip["measured"] - 0.030) < 0.002 + 1e-3
+    status, stdout, _ = netem("calibrate", "mine.yaml", "--quick", "--json")
+    assert json.loads(stdout).keys() == kept.keys()
 
 
 @pytest.mark.acceptance

@@ -32,10 +32,13 @@ _ERROR_TITLES = ("", "activations", "bits", "gradients", "bits", "median", "max"
 the smallest cosine."""
 
 
-def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
-    """Measure and print the report, as JSON too if asked to; NonFiniteError if a plain gradient is not finite."""
-    if json_path is not None:
-        check_writable(json_path)
+def run_probe(request: ProbeRequest, *, prints_json: bool = False, output: Path | None = None) -> None:
+    """Measure and print the report, or one JSON object, which is written to `output` too.
+
+    NonFiniteError: a plain gradient is not finite.
+    """
+    if output is not None:
+        check_writable(output)
     try:
         with placed_errors(request.config_path, request.overrides):
             setup = open_setup(request)
@@ -47,6 +50,12 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
             "memory.recompute=block, or --device cpu"
         ) from error
     facts, results = _facts(setup, request, probed), collect(setup.wires, probed)
+    text = json.dumps({**facts, "wires": [_wire_values(result, setup.boundary) for result in results]}, allow_nan=False)
+    if output is not None:
+        write_text(output, f"{text}\n")
+    if prints_json:
+        print(text)
+        return
     _print_head(facts, setup.boundary)
     print("Relative error of the gradient, ‖ĝ − g‖² / ‖g‖²")
     print_table(_ERROR_TITLES, error_rows(results, setup.boundary), left=(1, 3))
@@ -59,9 +68,6 @@ def run_probe(request: ProbeRequest, json_path: Path | None = None) -> None:
         print(f"{number}  {sentence(result)}")
     is_random = setup.weights == "random" and not request.warm_up
     print("", *_notes(results, request.batches, is_random=is_random), sep="\n")
-    if json_path is not None:
-        facts["wires"] = [_wire_values(result, setup.boundary) for result in results]
-        write_text(json_path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
 
 
 # -- measuring -------------------------------------------------------------------------------------

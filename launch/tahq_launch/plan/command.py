@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from tahq.plan.simulate.simulator import draw_grid
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.units import format_rate, format_size
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.command_line import check_writable, plain_table, progress_of, write_text
+from tahq_launch.command_line import check_writable, plain_table, progress_of
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
 from tahq_launch.plan.planned_file import write_planned
 from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
@@ -50,13 +51,15 @@ def plan_cluster(
     choices: PlanChoices,
     *,
     write: Path | None = None,
-    json_path: Path | None = None,
+    prints_json: bool = False,
     draws_step: bool = False,
 ) -> None:
-    """Plan with the numbers of a file, or with estimates; print the plan and its explanation, and write files."""
-    for path in (write, json_path):
-        if path is not None:
-            check_writable(path)
+    """Plan with the numbers of a file, or with estimates; print the plan and its explanation, and write a file.
+
+    With `prints_json` one JSON object is all of stdout, and `draws_step` has no effect.
+    """
+    if write is not None:
+        check_writable(write)
     # the layers' times come from the numbers, so do not time them here
     given_overrides, overrides = overrides, [*overrides, "pipeline.balance=counted"]
     with placed_errors(config_path, overrides):
@@ -79,13 +82,16 @@ def plan_cluster(
         second=second_best(planned),
         what_ifs=what_ifs(planned),
     )
-    print(report(explained))
-    if draws_step:
+    if prints_json:
+        print(json.dumps(as_json(explained), allow_nan=False))
+    else:
+        print(report(explained))
+    if draws_step and not prints_json:
         print(f"\n{draw_grid(planned.best.timeline, _GRID_WIDTH)}")
-    if json_path is not None:
-        write_text(json_path, json.dumps(as_json(explained), indent=1, allow_nan=False) + "\n")
     if write is not None:
-        _write_planned(write, config_path, given_overrides, config, planned)
+        notes = _write_planned(write, config_path, given_overrides, config, planned)
+        stream = sys.stderr if prints_json else sys.stdout
+        print("", f"written to {write}", *(f"note: {note}" for note in notes), sep="\n", file=stream)
 
 
 def interpolated_times(planned: Planned) -> list[str]:
@@ -112,13 +118,13 @@ def _stand_ins(planned: Planned) -> list[str]:
 
 def _write_planned(
     path: Path, config_path: Path, overrides: Sequence[str], config: ClusterConfig, planned: Planned
-) -> None:
-    """Write a cluster.yaml with the plan in it."""
+) -> Sequence[str]:
+    """Write a cluster.yaml with the plan in it; returns notes on what it cannot express."""
     plans = planned.replicas.plans if planned.replicas is not None else [planned.best.plan]
     hosts = [host for plan in plans for host in plan.hosts]
     done, notes = planned_config(config, planned.table, plans[0], hosts)
     write_planned(path, config_path, overrides, done, planned.tokens_per_s)
-    print("", f"written to {path}", *(f"note: {note}" for note in notes), sep="\n")
+    return notes
 
 
 def planned_config(
