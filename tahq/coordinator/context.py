@@ -1,6 +1,6 @@
 """The run's options, and one object for a run with its I/O, shared by the parts of the service."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -82,6 +82,8 @@ class CoordinatorOptions:
     """The host of each stage, for messages; empty: as the workers name them."""
     host_keys: tuple[str, ...] = ()
     """The public key that each stage's worker must have, "" = any key that may join; empty: any."""
+    by_hand: frozenset[int] = frozenset()
+    """Stages whose workers a person starts."""
     by_invite: bool = False
     """Whether workers joined by invites: each gets the stage that is kept for its key."""
     name: str = "run"
@@ -120,6 +122,14 @@ class CoordinatorOptions:
     def longest_wait_s(self) -> float:
         """How long loading, connecting and the last reports may take."""
         return max(self.give_up_s, self.join_timeout_s)
+
+
+def command_by_hand(options: CoordinatorOptions, missing: Iterable[int], address: str) -> str:
+    """What a person types to start one of these stages; empty: the launcher starts them all."""
+    stage = min(options.by_hand.intersection(missing), default=None)
+    if stage is None:
+        return ""
+    return "tahq join" if options.by_invite else f"tahq-worker --stage {stage} --peer {address}"
 
 
 @dataclass(slots=True)
@@ -174,11 +184,11 @@ class RunContext:
         self.observer.phase_changed(self.run.phase.value, self._missing() if missing is None else missing)
 
     def _missing(self) -> str:
-        """The stages that the run waits for, and how to start the first of them; empty: it waits for none."""
+        """The stages that the run waits for, and how to start one by hand; empty: it waits for none."""
         missing = self.seats.missing
         if self.run.phase is not RunPhase.CONNECTING and missing:
-            by_hand = f"tahq-worker --stage {missing[0]} --peer {self.server.address}"
-            return f"{stage_list(missing)} ({'tahq join' if self.options.by_invite else by_hand})"
+            command = command_by_hand(self.options, missing, self.server.address)
+            return stage_list(missing) + (f" ({command})" if command else "")
         if self.run.phase is RunPhase.CONNECTING:
             late, doing = self.seats.before(SeatPhase.READY), ""
         else:

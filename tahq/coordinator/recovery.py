@@ -21,7 +21,7 @@ from functools import partial
 from tahq.comm.control.messages import Commit, Plan, Relink
 from tahq.comm.topology import LinkEnds, Ticket
 from tahq.coordinator import copies
-from tahq.coordinator.context import CoordinatorOptions
+from tahq.coordinator.context import CoordinatorOptions, command_by_hand
 from tahq.coordinator.joining.gathering import data_position, link_rows
 from tahq.coordinator.joining.seats import RestorePoint, Seat, SeatPhase, Seats, stage_list
 from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS, RunPhase, RunState, signal_name
@@ -130,9 +130,11 @@ def check_deadlines(options: CoordinatorOptions, run: RunState, seats: Seats, no
     late = [seat for seat in seats if now_s > deadline_s(options, run, seats, seat)]
     stages = stage_list(seat.stage for seat in late)
     if run.phase is RunPhase.JOINING and late and (missing := seats.before(SeatPhase.GREETED)):
+        command = command_by_hand(options, missing, address)
+        advice = f"start each with `{command}`" if command else f"see {options.run_folder}/logs"
         raise UserError(
-            f"{stage_list(missing)} did not join within {options.join_timeout_s:.0f} s; start each with "
-            f"`tahq-worker --stage {missing[0]} --peer {address}`, or raise run.join_timeout"
+            f"{stage_list(missing)} did not join within {options.join_timeout_s:.0f} s; {advice}, or raise "
+            "run.join_timeout"
         )
     if run.phase is RunPhase.CONNECTING and late:
         raise PeerLostError(

@@ -125,7 +125,7 @@ def test_member_comes_back_by_its_key_before_its_silence_is_noticed_and_another_
 
 
 def test_member_that_lacks_a_file_is_refused_alone_and_the_others_wait_for_it(scene):
-    scene.build(host_keys=KEYS, by_invite=True)
+    scene.build(host_keys=KEYS, by_hand=frozenset(range(3)), by_invite=True)
     scene.workers(MemberWorker, stage1={"ignores": (say.Assign,)})
     lacking = scene.stages[1]
 

@@ -1,5 +1,6 @@
 """Whole runs: scripted workers, virtual clock, the real coordinator."""
 
+import re
 import signal
 from dataclasses import replace
 from random import Random
@@ -153,7 +154,7 @@ def test_differing_worker_is_refused_and_a_correct_one_takes_its_stage(scene, fi
 
 def test_config_hash_and_version_are_compared_and_missing_stages_named_with_the_command(scene):
     scene.workers(stage0={"version": "9.9"}, stage1={"hello": {"config_hash": "bad", "version": "8"}})
-    assert scene.run(join_timeout_s=30.0) == 2
+    assert scene.run(join_timeout_s=30.0, by_hand=frozenset(range(3))) == 2
     assert scene.server.told(b"worker-0", say.Refuse)[0].differences == [["version", "9.9", "0.1.0 (coordinator)"]]
     assert scene.server.told(b"worker-1", say.Refuse)[0].differences == [
         ["version", "8", "0.1.0 (coordinator)"],
@@ -165,7 +166,19 @@ def test_config_hash_and_version_are_compared_and_missing_stages_named_with_the_
     assert 30.0 < scene.clock.now_s - 1000.0 < 32.0
 
 
+def test_stages_that_the_launcher_starts_are_named_without_a_command(scene):
+    scene.workers(only=[2])
+    assert scene.run(join_timeout_s=30.0, by_hand=frozenset({2})) == 2
+    details = [detail for phase, detail in scene.observer.of("phase_changed") if phase == "joining"]
+    assert details[0] == "stages 0, 1, 2 (tahq-worker --stage 2 --peer 127.0.0.1:5555)"
+    assert details[-1] == "stages 0, 1"
+    assert re.search(
+        r"stages 0, 1 did not join within 30 s; see \S+/logs, or raise run.join_timeout", scene.end.message
+    )
+
+
 def test_late_worker_and_the_next_one_of_a_stage_whose_worker_died_are_waited_for(scene):
+    scene.build(by_hand=frozenset({2}))
     _, dead = scene.workers(only=[0, 1], stage1={"ignores": (say.Assign,)})
     dead.silent = True
     scene.when(lambda: scene.clock.now_s > 1020.0, lambda: scene.restart(1, ignores=()))

@@ -56,7 +56,7 @@ from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
-from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines
+from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines, stages_by_hand
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.run_folder import RunFolder
 from tahq_launch.trackers import check_trackers
@@ -168,7 +168,7 @@ def first_plan(
     config = resolve_for_run(given)
     spec = resolved_spec(config, None)
     sizes = open_micro_batches(given)
-    by_hand = _by_hand(config, starts_workers)
+    by_hand = stages_by_hand(config, starts_workers=starts_workers)
     has_paths = isinstance(config.hosts, list) or bool(by_hand)  # else the links are those that are configured
     path = cache_path(config, sizes, has_paths=has_paths)
     found = _given_numbers(given) or _cached(path, HOLDS_S[has_paths])
@@ -226,16 +226,6 @@ def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbe
 def _sleep_alone(config: ClusterConfig) -> str:
     """`emulate` without its network, as an override."""
     return yaml_flow(config.emulate.model_dump(mode="json", context=WRITTEN_BY_HAND, include={"sleep"}))
-
-
-def _by_hand(config: ClusterConfig, starts_workers: bool) -> frozenset[int]:
-    """The stages whose workers are started by hand."""
-    hosts = config.hosts
-    return frozenset(
-        stage
-        for stage in range(config.pipeline.num_workers)
-        if not starts_workers or (isinstance(hosts, list) and not hosts[stage].is_started)
-    )
 
 
 def _is_set(section: Any, key: str) -> bool:

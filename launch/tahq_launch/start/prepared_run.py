@@ -166,7 +166,8 @@ def prepared_run(
         if request.resume:
             config, origin = resumed(folder, given, journal)
         options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
-        options = replace(options, by_invite=bool(request.joined))
+        by_hand = stages_by_hand(config, starts_workers=starts_workers)
+        options = replace(options, by_hand=by_hand, by_invite=bool(request.joined))
         if request.watch is not None and options.choose_schedule is not None:
             options = replace(options, choose_schedule=_watched(options.choose_schedule, request.watch))
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
@@ -181,6 +182,16 @@ def prepared_run(
             gap = () if request.planned else expected_gap_lines(config)  # the lines of a plan include it
             notes = (*damaged, *origin.notes, *gap, *keep_source(folder, config), *warnings_about(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
+
+
+def stages_by_hand(config: ClusterConfig, *, starts_workers: bool) -> frozenset[int]:
+    """The stages whose workers a person starts: all, or those of listed hosts without ssh."""
+    hosts = config.hosts
+    return frozenset(
+        stage
+        for stage in range(config.pipeline.num_workers)
+        if not starts_workers or (isinstance(hosts, list) and not hosts[stage].is_started)
+    )
 
 
 def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> None:
