@@ -441,6 +441,8 @@ class ClusterConfig(Section):
             if "lr" not in self.training.model_fields_set:
                 self.training.set_default("lr", FINE_TUNING_LR)
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
+        if longest is not None and "seq_len" not in self.data.model_fields_set:
+            self.data.set_default("seq_len", min(longest, self.data.seq_len))
         if longest is not None and self.data.seq_len > longest:
             raise ValueError(f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {longest}")
         for length, last in self.training.seq_len_schedule:

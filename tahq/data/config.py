@@ -37,7 +37,7 @@ class DataConfig(Section):
     """`bytes` (one token per byte), a local Hugging Face folder, or a tokenizer.json. Not set beside `model.path`:
     that folder's."""
     seq_len: int = Field(default=256, ge=1, le=2**24)
-    """Tokens per sample."""
+    """Tokens per sample. Not set: less where the model has fewer positions."""
     validation: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the data that is held out; which part depends on the data alone."""
     shuffle: bool = True

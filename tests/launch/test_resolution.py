@@ -4,11 +4,13 @@ import pytest
 import yaml
 from support.cluster_files import EXAMPLES, LEAST, ClusterFile
 from support.runs import tiny
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, dump_yaml, load_config
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, ModelError
 from tahq_launch.plan.dry_run import describe_network
+from tahq_launch.start.prepared_run import continued_config
 from tahq_launch.start.resolution import resolve_for_run, with_measured, with_profile
 from tahq_netem.network.description import load_profile, plan_network
 
@@ -23,6 +25,28 @@ def test_vocabulary_and_layers_are_written_out_and_resolving_again_changes_nothi
     assert resolved.model.vocab_size == 256
     assert resolved.pipeline.layers == [2, 2]
     assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
+
+
+def test_samples_are_no_longer_than_the_models_positions_unless_set(tmp_path):
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=300, n_positions=128, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+    ).save_pretrained(tmp_path)
+    folder = {"data": {"text": "stdlib", "tokenizer": "bytes"}, "model": {"path": str(tmp_path)}}
+    given = ClusterConfig.model_validate(folder)
+    resolved = resolve_for_run(given)
+    assert (given.data.seq_len, resolved.data.seq_len) == (256, 128)
+    assert resolve_for_run(resolved) == resolved
+    assert "seq_len: 128\n" in dump_yaml(resolved)
+    resumed = continued_config(resolved.model_dump(mode="json"), given)
+    assert resolve_for_run(resumed).data.seq_len == 128
+    set_longer = {**folder, "data": {**folder["data"], "seq_len": 129}}
+    with pytest.raises(ModelError, match=r"data\.seq_len 129 is longer than the model's 128 positions"):
+        resolve_for_run(ClusterConfig.model_validate(set_longer))
+    pieces = {**folder, "training": {"seq_len_schedule": [[128, 5]]}}
+    with pytest.raises(ConfigError, match=r"with the 128 positions of .*: training\.seq_len_schedule"):
+        resolve_for_run(ClusterConfig.model_validate(pieces))
+    sizes = {"family": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 2, "max_seq_len": 100}
+    assert ClusterConfig.model_validate({**folder, "model": sizes}).data.seq_len == 100
 
 
 def load(*overrides: str) -> ClusterConfig:

@@ -361,8 +361,8 @@ def resolved_run(config: ClusterConfig) -> ClusterConfig:
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
     """The given configuration; keys that it leaves open are taken from the checkpoint's.
 
-    The model keeps its sizes. Hosts, layers, micro-batch and codecs are not chosen again where they are left open and
-    the rest allows it: the old ones stay.
+    The model keeps its sizes. Length of samples, hosts, layers, micro-batch and codecs are not chosen again where they
+    are left open and the rest allows it: the old ones stay.
 
     Raises:
         ConfigError: it contradicts a kept value, such as samples longer than the model's positions.
@@ -383,7 +383,8 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         values["memory"]["loss_chunks"] = old.get("memory", {}).get("loss_chunks", 1)
     if given.memory.agoq.bits == "auto" and values["pipeline"]["stages"] == old.get("pipeline", {}).get("stages"):
         values["memory"]["agoq"] |= {"bits": old.get("memory", {}).get("agoq", {}).get("bits", "auto")}
-    for name, keys in (("training", ("micro_batch",)), ("wire", ("activations", "gradients"))):
+    left_open = (("data", ("seq_len",)), ("training", ("micro_batch",)), ("wire", ("activations", "gradients")))
+    for name, keys in left_open:
         for key in keys:
             if key not in getattr(given, name).model_fields_set and key in old.get(name, {}):
                 values[name][key] = old[name][key]

@@ -30,14 +30,16 @@ log = logging.getLogger(__name__)
 def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with every value that machines could choose differently filled in.
 
-    Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
-    by counted cost, and the figures of `emulate.profile` and `links.measured`. Resolving twice
-    changes nothing. UserError if profile, caps, tokenizer or model do not fit the rest.
+    Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `data.seq_len` as far as a folder's
+    model has positions, `pipeline.layers`, divided by counted cost, and the figures of `emulate.profile` and
+    `links.measured`. Resolving twice changes nothing. UserError if profile, caps, tokenizer or model do not fit the
+    rest.
     """
-    config = resolve(with_measured(with_profile(config)))
-    _check_uplinks(config)
     if config.model.path is not None:  # before its tokenizer, so that the message names this key
         require_folder(Path(config.model.path))
+        config = _with_samples_that_fit(config)
+    config = resolve(with_measured(with_profile(config)))
+    _check_uplinks(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
     ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
@@ -45,6 +47,18 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     model = config.model.model_copy(update=vocabulary)
     pipeline = config.pipeline.model_copy(update={"layers": list(map(len, ranges))})
     return config.model_copy(update={"model": model, "pipeline": pipeline})
+
+
+def _with_samples_that_fit(config: ClusterConfig) -> ClusterConfig:
+    """Lower an open `data.seq_len` to the positions of a folder's model."""
+    if "seq_len" in config.data.model_fields_set:
+        return config
+    longest = load_spec(config.model, vocab_size=1, seq_len=1, needs_weights=False).max_seq_len
+    if longest >= config.data.seq_len:
+        return config
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["data"]["seq_len"] = longest
+    return validated(ClusterConfig, values, Origins(f"with the {longest} positions of {config.model.path}"))
 
 
 def _check_uplinks(config: ClusterConfig) -> None:
