@@ -3,7 +3,8 @@
 import contextlib
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from hypothesis import given
@@ -89,6 +90,33 @@ def test_silent_peer_is_given_up(monkeypatch):
         peer = Peer(1, "host1", f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(PeerLostError, match=r"no answer within 0.2 s"):
             Meter(RUN, 0).round_trip_s(peer, 1)
+
+
+def test_peer_that_takes_no_connection_is_given_up_sooner(monkeypatch):
+    monkeypatch.setattr("tahq.plan.measure.meter.DIAL_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(3):  # with these the kernel drops what else arrives there, as a firewall does
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        began_s = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"no answer within 0\.3 s"):
+            Meter(RUN, 0).round_trip_s(Peer(1, "host1", f"127.0.0.1:{full.getsockname()[1]}"), 1)
+        assert time.monotonic() - began_s < meter_wire.STALL_S / 2
+
+
+def test_peer_that_answers_late_is_waited_for(monkeypatch):
+    monkeypatch.setattr("tahq.plan.measure.meter.DIAL_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        dialled = Peer(1, "host1", f"127.0.0.1:{listener.getsockname()[1]}")
+        exchange = pool.submit(Meter(RUN, 0).round_trip_s, dialled, 1)
+        connection, _ = listener.accept()
+        with connection:
+            assert not wait({exchange}, timeout=0.5).done
+            for answer in (Welcome.WELCOME, 0):
+                connection.recv(GREETING.size)
+                connection.sendall(bytes([answer]))
+            assert exchange.result() < 5
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost:", b"", b"TAHM"])

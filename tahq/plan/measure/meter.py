@@ -33,6 +33,8 @@ from tahq.plan.measure.meter_wire import (
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
+DIAL_S = 4.0
+"""Give up a peer that takes no connection after this long; Linux tries at 0, 1 and 3 s."""
 _TRIP_GAP_S = 0.01
 _LOOK_S = 0.2
 """How often the thread that accepts checks whether it is to end."""
@@ -101,8 +103,10 @@ class Meter:
     @contextmanager
     def _dialled(self, peer: Peer) -> Iterator[socket.socket]:
         """A connection that the peer has welcomed; an OSError on it names the peer."""
+        patience_s = DIAL_S
         try:
-            with socket.create_connection(parse_address(peer.address, peer.host), timeout=STALL_S) as connection:
+            with socket.create_connection(parse_address(peer.address, peer.host), timeout=DIAL_S) as connection:
+                patience_s = STALL_S
                 tune(connection)
                 connection.sendall(GREETING.pack(MAGIC, VERSION, self.run, self.stage, peer.stage))
                 answer = receive_exactly(connection, 1)
@@ -115,7 +119,7 @@ class Meter:
                     raise RemoteProtocolError(f"{peer.name}: {reason}")
                 yield connection
         except TimeoutError as error:
-            raise PeerLostError(f"{peer.name}: no answer within {STALL_S:g} s") from error
+            raise PeerLostError(f"{peer.name}: no answer within {patience_s:g} s") from error
         except OSError as error:
             raise PeerLostError(f"{peer.name}: {os.strerror(error.errno) if error.errno else error}") from error
 
