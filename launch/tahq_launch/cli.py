@@ -94,7 +94,7 @@ def launch(
         start = planned_start(start, measures=False)
         config = resolve_for_run(start.planned or load_config(cluster_yaml, start.all_overrides))
         check_local(config)
-        print(describe(config, progress_of("estimating memory")))
+        print(describe(config, progress_of("estimating memory"), start.figures))
         refuse(faults)
         return 0
 

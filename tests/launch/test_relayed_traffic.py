@@ -6,10 +6,11 @@ import pytest
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
+from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.units import format_size
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.dry_run import dry_run
-from tahq_launch.plan.step_traffic import relayed_by_configuration, relayed_nbytes, step_flows
+from tahq_launch.plan.step_traffic import Relaying, link_speeds, relayed_nbytes, step_flows, wire_only_step_s
 from tahq_launch.start.machine_checks import Finding
 from tahq_launch.start.preflight import _Preflight
 from tahq_launch.start.resolution import resolve_for_run
@@ -36,12 +37,12 @@ def conclusions(config: ClusterConfig, failures: dict, relay_trouble: str = "") 
 def test_links_between_hosts_that_only_dial_out_count_twice_on_the_relay():
     config = configuration("none")
     flows = step_flows(config, resolved_spec(config, None))
-    pairs = relayed_by_configuration(config)
+    pairs = Relaying.of(config).pairs
     assert pairs == {(0, 1), (1, 2)}
     assert relayed_nbytes(flows, pairs) == sum(flow.step_nbytes for flow in flows)
     assert relayed_nbytes(flows, [(1, 0)]) == sum(flow.step_nbytes for flow in flows if flow.link == 0)
-    assert not relayed_by_configuration(configuration("none", relay="never"))
-    assert not relayed_by_configuration(configuration())
+    assert not Relaying.of(configuration("none", relay="never")).pairs
+    assert not Relaying.of(configuration()).pairs
 
 
 def test_dry_run_says_what_the_coordinators_host_relays():
@@ -49,6 +50,32 @@ def test_dry_run_says_what_the_coordinators_host_relays():
     nbytes = sum(flow.step_nbytes for flow in step_flows(config, resolved_spec(config, None)))
     assert f"the coordinator's host relays {format_size(nbytes)} per step" in dry_run(config)
     assert "relays" not in dry_run(configuration())
+
+
+def numbers_with(relay: dict) -> ClusterNumbers:
+    """As measured: hosts 0 and 1 meet at the relay only."""
+    block = {"micro_batch": 2, "block_forward": 0.1, "block_backward": 0.2}
+    hosts = [{"name": f"10.0.0.{stage}", "compute": [block]} for stage in range(3)]
+    ends = [("10.0.0.0", "10.0.0.1"), ("10.0.0.1", "10.0.0.0")]
+    paths = [{"source": source, "target": target, "relayed": True} for source, target in ends]
+    return ClusterNumbers.model_validate({"hosts": hosts, "paths": paths, "relay": relay})
+
+
+@pytest.mark.parametrize(("host", "stage"), [(None, None), ("10.0.0.2", 2)])
+def test_wire_time_of_a_dry_run_knows_the_measured_relay(host, stage):
+    config = configuration()
+    config = config.model_copy(update={"emulate": config.emulate.model_copy(update={"rate": 1e9})})
+    flows = step_flows(config, resolved_spec(config, None))
+    relaying = Relaying.of(config, numbers := numbers_with({"host": host, "up": "1mbit"}))
+    assert (relaying.pairs, relaying.stage) == ({(0, 1)}, stage)
+    schedule = config.pipeline.actions(config.training.num_micro_batches)
+    direct_s, relayed_s = (
+        wire_only_step_s(config, link_speeds(config), schedule, flows, each) for each in (Relaying(), relaying)
+    )
+    relay_s = 8 * relayed_nbytes(flows, relaying.pairs) / 1e6
+    assert direct_s < relay_s / 10
+    assert relay_s <= relayed_s < 3 * relay_s
+    assert f"a step would take {relayed_s:.3f} s" in dry_run(config, figures=numbers)
 
 
 def test_pair_that_can_only_meet_at_the_relay_is_noted_with_its_bytes():

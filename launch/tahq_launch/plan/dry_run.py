@@ -24,6 +24,7 @@ from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.plan.simulate.simulator import draw_grid
 from tahq.quant import get_codec
 from tahq.quant.aqsgd.codec import AqsgdCodec
@@ -33,10 +34,10 @@ from tahq.worker.assembly import block_ranges, offloaded
 from tahq_launch.command_line import plain_table
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.plan.step_traffic import (
+    Relaying,
     StepFlow,
     host_traffic,
     link_speeds,
-    relayed_by_configuration,
     relayed_nbytes,
     step_flows,
     wire_only_step_s,
@@ -48,19 +49,26 @@ WIDTH = 100
 _MAX_PICTURES = 3
 
 
-def dry_run(config: ClusterConfig, progress: Callable[[float], None] = lambda share: None) -> str:
+def dry_run(
+    config: ClusterConfig,
+    progress: Callable[[float], None] = lambda share: None,
+    figures: ClusterNumbers | None = None,
+) -> str:
     """Describe a run without starting it; unless the configuration is resolved, layers are divided by counted cost.
 
-    `progress` is called with the share of the stages whose memory is estimated.
+    `progress` is called with the share of the stages whose memory is estimated. `figures`: what is known of the hosts,
+    for links that are relayed.
     """
     codec_options(config, {})  # as at the start of a run: checks `wire.replay`
-    return _DryRun(config, progress).text()
+    return _DryRun(config, progress, figures).text()
 
 
 class _DryRun:
     """The parts of the text, and the values that several of them need."""
 
-    def __init__(self, config: ClusterConfig, progress: Callable[[float], None]) -> None:
+    def __init__(
+        self, config: ClusterConfig, progress: Callable[[float], None], figures: ClusterNumbers | None
+    ) -> None:
         vocab_size = config.model.vocab_size or 1
         if config.model.path is None and config.model.vocab_size is None:
             vocab_size = load_tokenizer(config.data).vocab_size
@@ -79,6 +87,7 @@ class _DryRun:
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
         self.flows = step_flows(config, self.spec)
         self.speeds = link_speeds(config)
+        self.relaying = Relaying.of(config, figures)
 
     def text(self) -> str:
         parts = [self._header(), self._layers(), self._memory(), describe_network(self.config), self._links()]
@@ -206,7 +215,7 @@ class _DryRun:
             *_codecs(self.config.wire),
             f"  total {format_size(total)} per step{whole_run}",
         ]
-        if nbytes := relayed_nbytes(self.flows, relayed_by_configuration(self.config)):
+        if nbytes := relayed_nbytes(self.flows, self.relaying.pairs):
             lines.append(
                 f"  the coordinator's host relays {format_size(nbytes)} per step: it receives and sends as much"
             )
@@ -243,7 +252,7 @@ class _DryRun:
                 rows.append((stage, f"{sent:,}", f"{received:,}", f"{least_s:.3f}"))
             titles = ["stage", "bytes sent", "bytes received", "minimum s"]
             lines += [f"Traffic of each host per step over all its links, at {at}", plain_table(titles, rows)]
-        wire_s = wire_only_step_s(self.config, speeds, self.schedule, self.flows)
+        wire_s = wire_only_step_s(self.config, speeds, self.schedule, self.flows, self.relaying)
         lines.append(
             f"  with infinitely fast computation, a step would take {wire_s:.3f} s (simulated from schedule, rates\n"
             f"  and a delay of {1000 * speeds.longest_delay_s:g} ms)"

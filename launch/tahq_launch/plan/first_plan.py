@@ -100,7 +100,7 @@ class FirstPlan:
     """A configuration without open choices, and lines that say what was chosen, and why.
 
     `compute_s` are the seconds that each stage was expected to compute in a step, from the figures in `cached`.
-    `joins_again`: workers that were started by hand have just measured.
+    `joins_again`: workers that were started by hand have just measured. `figures`: what it was planned with.
     """
 
     config: ClusterConfig
@@ -108,6 +108,7 @@ class FirstPlan:
     compute_s: tuple[float, ...] = ()
     cached: Path | None = None
     joins_again: bool = False
+    figures: ClusterNumbers | None = None
 
     def watch(self, steps: Sequence[StepRecord]) -> None:
         """Drop the figures from the cache if these steps contradict them."""
@@ -149,7 +150,7 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
     if found is None:
         return start
     watch = found.watch if found.compute_s else None
-    return replace(start, planned=found.config, watch=watch, joins_again=found.joins_again)
+    return replace(start, planned=found.config, figures=found.figures, watch=watch, joins_again=found.joins_again)
 
 
 def first_plan(
@@ -192,7 +193,7 @@ def first_plan(
         return None
     cluster, origin = found
     cluster = _completed(config, spec, cluster, has_paths=has_paths)
-    whole = config
+    whole, figures = config, cluster
     # invited machines get the stage that the plan gives their key
     keeps_order = start.keeps_order or (by_hand and not start.joined)
     may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
@@ -209,6 +210,7 @@ def first_plan(
         config=for_all_replicas(found_plan.config, whole),
         cached=path if given.links.measured is None else None,
         joins_again=measures and bool(by_hand),
+        figures=figures,
     )
 
 

@@ -6,7 +6,7 @@ retransmissions are not; evaluations send activations of their own.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
@@ -14,6 +14,7 @@ from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.config.cluster import ClusterConfig
 from tahq.models.model_spec import ModelSpec
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.plan.cluster_numbers import ClusterNumbers, RelayNumbers, host_labels
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
 from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
@@ -162,13 +163,31 @@ def host_traffic(flows: Sequence[StepFlow], stage: int) -> tuple[int, int]:
     return sent, sum(flow.step_nbytes for flow in flows if flow.target == stage)
 
 
-def relayed_by_configuration(config: ClusterConfig) -> frozenset[tuple[int, int]]:
-    """The pairs of stages whose hosts both only dial out, so that the coordinator's host relays their link."""
-    if config.run.relay == "never" or isinstance(config.hosts, str):
-        return frozenset()
-    only_dial_out = {stage for stage, host in enumerate(config.hosts) if host.advertise == "none"}
-    ends = ((each.lower, each.upper) for each in config.grid.links())
-    return frozenset(pair for pair in ends if only_dial_out.issuperset(pair))
+@dataclass(frozen=True, slots=True)
+class Relaying:
+    """The pairs of stages whose link is known to be relayed, and the host that relays: a stage's, or another."""
+
+    pairs: frozenset[tuple[int, int]] = frozenset()
+    stage: int | None = None
+    rates: HostCosts = field(default_factory=HostCosts)
+
+    @classmethod
+    def of(cls, config: ClusterConfig, figures: ClusterNumbers | None = None) -> "Relaying":
+        """Relayed are links of hosts that both only dial out, and those that `figures` were measured so."""
+        if config.run.relay == "never" or isinstance(config.hosts, str):
+            return cls()
+        names = host_labels(config.hosts, config.pipeline.num_workers)
+        only_dial_out = {name for name, host in zip(names, config.hosts, strict=True) if host.advertise == "none"}
+        measured = {(path.source, path.target) for path in (figures.paths if figures else ()) if path.relayed}
+        relay = (figures and figures.relay) or RelayNumbers()
+        pairs = frozenset(
+            (ends.lower, ends.upper)
+            for ends in config.grid.links()
+            if only_dial_out.issuperset(both := (names[ends.lower], names[ends.upper]))
+            or (both in measured and relay.host not in both)
+        )
+        stage = names.index(relay.host) if relay.host in names else None
+        return cls(pairs, stage, HostCosts(relay.up or math.inf, relay.down or math.inf))
 
 
 def relayed_nbytes(flows: Sequence[StepFlow], pairs: Collection[tuple[int, int]]) -> int:
@@ -176,21 +195,41 @@ def relayed_nbytes(flows: Sequence[StepFlow], pairs: Collection[tuple[int, int]]
     return sum(flow.step_nbytes for flow in flows if not {flow.ends, flow.ends[::-1]}.isdisjoint(pairs))
 
 
-def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedule, flows: Sequence[StepFlow]) -> float:
+def wire_only_step_s(
+    config: ClusterConfig,
+    speeds: LinkSpeeds,
+    schedule: Schedule,
+    flows: Sequence[StepFlow],
+    relaying: Relaying = Relaying(),
+) -> float:
     """Seconds of a step with infinitely fast computation and coding; schedule, rates and delays remain.
 
     Simulated with `tahq.plan.simulate.simulator`, without the exchange of tied embeddings.
     """
     nbytes = {(flow.link, flow.direction): float(flow.frame_nbytes) for flow in flows}
+    relayed = {flow.link for flow in flows if flow.ends in relaying.pairs}
+    delay_s = speeds.longest_delay_s
     cuts = [
-        CutCosts(nbytes[cut, Direction.FORWARD], nbytes[cut, Direction.BACKWARD], latency_s=speeds.longest_delay_s)
+        CutCosts(
+            nbytes[cut, Direction.FORWARD],
+            nbytes[cut, Direction.BACKWARD],
+            latency_s=delay_s,
+            is_relayed=cut in relayed,
+        )
         for cut in range(schedule.num_chunks - 1)
     ]
+    hosts = [HostCosts(up, down) for up, down in zip(speeds.up, speeds.down, strict=True)]
+    if relaying.pairs and relaying.stage is not None:
+        own, rates = hosts[relaying.stage], relaying.rates
+        hosts[relaying.stage] = HostCosts(
+            min(own.uplink_bits_per_s, rates.uplink_bits_per_s), min(own.downlink_bits_per_s, rates.downlink_bits_per_s)
+        )
     costs = Costs(
         compute_s={(chunk, kind): 0.0 for chunk in range(schedule.num_chunks) for kind in ActionKind},
         cuts=cuts,
-        hosts=[HostCosts(up, down) for up, down in zip(speeds.up, speeds.down, strict=True)],
-        commit_s=2 * speeds.longest_delay_s,
+        hosts=hosts,
+        commit_s=2 * delay_s,
         piece_nbytes=config.links.piece,
+        relay=relaying.rates if relaying.stage is None else relaying.stage,
     )
     return simulate(schedule, costs).step_time_s

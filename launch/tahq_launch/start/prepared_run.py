@@ -29,6 +29,7 @@ from tahq.errors import NothingToDoError, SnapshotError, UserError
 from tahq.pipeline.checkpoint.renamed_keys import with_present_names
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
+from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.quant import CodecSpec
 from tahq.quant.quality import expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
@@ -49,11 +50,11 @@ log = logging.getLogger("tahq")
 class StartRequest:
     """The command line of a program that starts a coordinator.
 
-    `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run;
-    `watch` is given the steps of each search for a schedule. `joins_again`: workers that were started by hand have
-    measured, and join by themselves. `dashboard`: a page shows the run. `keeps_order`: no plan may reorder the hosts.
-    A later start finds again by itself: `joined`, overrides with the machines that have joined by invite, and
-    `seen_at`, where the hosts reach this machine, for `run.bind`.
+    `bind` and `advertise` replace those of `run:` in the file. `planned` replaces the whole configuration of a new run,
+    `figures` are what it was planned with, `watch` is given the steps of each search for a schedule. `joins_again`:
+    workers that were started by hand have measured, and join by themselves. `dashboard`: a page shows the run.
+    `keeps_order`: no plan may reorder the hosts. A later start finds again by itself: `joined`, overrides with the
+    machines that have joined by invite, and `seen_at`, where the hosts reach this machine, for `run.bind`.
     """
 
     config_path: Path
@@ -64,6 +65,7 @@ class StartRequest:
     advertise: str | None = None
     program: str = "tahq-launch"
     planned: ClusterConfig | None = None
+    figures: ClusterNumbers | None = None
     watch: Callable[[Sequence[StepRecord]], None] | None = None
     joins_again: bool = False
     dashboard: bool = False
