@@ -145,6 +145,8 @@ class RunContext:
     clock: Callable[[], float]
     relay: Relay | None = None
     """For links whose ends cannot dial each other; None: such a link is an error."""
+    num_relayed_files: int = 0
+    """How often files were to be fetched over the relay."""
 
     @property
     def ticket(self) -> Ticket | None:

@@ -49,7 +49,7 @@ def uncopied(options: CoordinatorOptions, seats: Seats) -> list[Seat]:
         for seat in seats.held
         if options.copies
         and seat.hello is not None
-        and not seat.hello.files_address
+        and not seat.hello.address
         and any(options.copies_within_host or other.host != seat.host for other in seats.held if other is not seat)
     ]
 
@@ -73,7 +73,7 @@ def due(options: CoordinatorOptions, run: RunState, seats: Seats) -> list[tuple[
             order = _order_for(options, seats, seat)
             if order is None or point.step in seat.gone or seat.ordered.get(point.step) == order:
                 continue
-            address = seat.hello.files_address if order.source and seat.hello is not None else ""
+            address = seat.hello.address if order.source and seat.hello is not None else ""
             name = point.file_of(seat.stage)
             orders.append((order.holder, Copy(point.step, seat.stage, name, point.files[name], address)))
             seat.ordered[point.step] = order
@@ -104,7 +104,7 @@ def _neighbour(options: CoordinatorOptions, seats: Seats, seat: Seat) -> Seat | 
 
 
 def _can_be_dialled(seat: Seat) -> bool:
-    return seat.hello is not None and bool(seat.hello.files_address)
+    return seat.hello is not None and bool(seat.hello.address)
 
 
 def copied(seat: Seat, holder: Seat, message: Copied) -> None:
@@ -124,8 +124,8 @@ def sources(seats: Seats, stage: int) -> list[tuple[int, Seat, str]]:
     rows = []
     for step, order in sorted(seats[stage].copied.items(), reverse=True):
         holder = seats.find(order.holder)
-        if holder is not None and holder.hello is not None and holder.hello.files_address:
-            rows.append((step, holder, holder.hello.files_address))
+        if holder is not None and holder.hello is not None and holder.hello.address:
+            rows.append((step, holder, holder.hello.address))
     return rows
 
 

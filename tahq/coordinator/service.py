@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -22,6 +22,7 @@ from tahq.comm.control.messages import (
     Copied,
     Evaluated,
     Failed,
+    FindFiles,
     Heartbeat,
     Hello,
     Join,
@@ -52,7 +53,7 @@ from tahq.coordinator.joining.seats import ProcessExit, RestorePoint, Seat, Seat
 from tahq.coordinator.journal import Journal, NotWrittenError
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
-from tahq.coordinator.owner import run_lines
+from tahq.coordinator.owner import file_places, run_lines
 from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState, signal_name
 from tahq.coordinator.training import Publish, Training
 from tahq.errors import (
@@ -72,6 +73,10 @@ POLL_S = 0.1
 """Longest wait for a message, and so the longest that a signal or a dead child goes unnoticed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 5.0
 """Between attempts to write to a journal that has no room or is locked."""
+
+
+Collect = Callable[[Callable[[], bool]], Iterator[str]]
+"""(whether it is still wanted) -> what is fetched, in words, again and again until nothing is."""
 
 
 class Coordinator:
@@ -106,6 +111,10 @@ class Coordinator:
         """Starts a stage's worker again; None: workers are not started from here."""
         self.admission: Admission | None = None
         """Admits more keys while the run goes on; None: those of its start are all."""
+        self.collect: Collect | None = None
+        """Fetches checkpoint files before the workers leave in order; None: the files stay where they are."""
+        self._collecting: Iterator[str] | None = None
+        self._is_collecting_wanted = True
         files, saved = dict(options.snapshot_files), options.codecs.saved
         origin = RestorePoint(options.start_step, options.snapshot, files, saved_codecs=saved)
         self._run = RunState(origin, clock(), options.epoch, options.next_sample)
@@ -184,6 +193,7 @@ class Coordinator:
             self._let_leave()
             self._note_end()
         finally:
+            self._is_collecting_wanted = False
             self._training.close()
             ctx.tell_phase("")
             end = run.ending
@@ -221,8 +231,9 @@ class Coordinator:
         if self._run.phase is not RunPhase.OVER:
             self._tick()
             self._take_signals()
-            self._check_timers(polled_s)
-        if self._training.settle_published():
+            if self._collecting is None:  # else a lost worker matters no more
+                self._check_timers(polled_s)
+        if self._training.settle_published() or self._collecting is not None:
             self._finish_if_nothing_is_owed()
 
     def _tick(self) -> None:
@@ -236,7 +247,7 @@ class Coordinator:
     def _dispatch(self, identity: bytes, message: Message) -> None:
         if self._run.phase is RunPhase.OVER or (self.admission and self.admission.takes(identity, message)):
             return
-        if isinstance(message, ReadRun) or (isinstance(message, StopRequest) and message.stage == OWNER):
+        if isinstance(message, ReadRun | FindFiles) or (isinstance(message, StopRequest) and message.stage == OWNER):
             self._on_owner(identity, message)
             return
         seat = self._seats.find(identity)
@@ -245,6 +256,8 @@ class Coordinator:
             return
         if seat is not None:
             seat.last_seen_s = self._ctx.clock()
+        if self._collecting is not None and isinstance(message, Failed | NoCheckpoint):
+            return  # all steps and reports are done without it
         try:
             self._handle(identity, message, seat.name if seat is not None else "a worker without a stage")
         except RemoteProtocolError as error:
@@ -491,12 +504,17 @@ class Coordinator:
         for identity in self._seats.spares:
             self._ctx.server.send(identity, again)
 
-    def _on_owner(self, identity: bytes, message: ReadRun | StopRequest) -> None:
+    def _on_owner(self, identity: bytes, message: ReadRun | FindFiles | StopRequest) -> None:
         server = self._ctx.server
         if not server.is_owner(identity):
             server.send(identity, Refuse("only a process with the coordinator's own key may read or stop the run"))
         elif isinstance(message, ReadRun):
             server.send(identity, run_lines(self._ctx.options.run_folder, message))
+        elif isinstance(message, FindFiles):
+            try:
+                server.send(identity, file_places(self._ctx, message, server.public_key(identity)))
+            except UserError as error:
+                server.send(identity, Refuse(str(error)))
         else:
             is_now = message.signal_number == signal.SIGTERM
             self.request_stop(signal.SIGTERM if is_now else signal.SIGINT)
@@ -511,7 +529,13 @@ class Coordinator:
         self._stop(request.signal_number, seat.name)
 
     def _take_signals(self) -> None:
-        """Stop in order at this process's first signal; InterruptedRunError at the second, or after `run.grace`."""
+        """Stop in order at this process's first signal; InterruptedRunError at the second, or after `run.grace`.
+
+        While files are collected, only that ends.
+        """
+        if self._collecting is not None:
+            self._is_collecting_wanted &= not self._signals and self._ctx.clock() <= self._leave_by_s
+            return
         while self._signals:
             number = self._signals.popleft()
             self._num_signals += 1
@@ -538,10 +562,17 @@ class Coordinator:
             self._ctx.warn(f"{receiver} got {name}: finishing step {run.step + 1}, then a checkpoint")
 
     def _finish_if_nothing_is_owed(self) -> None:
-        """End the run in order if its last step is decided and every stage has done what is left to do."""
-        if self._run.phase is not RunPhase.FINISHING or self._seats.before(SeatPhase.READY):
+        """End the run in order if its last step is decided and every stage has done what is left to do.
+
+        Before the workers leave, their checkpoint files are collected.
+        """
+        if self._run.phase is not RunPhase.FINISHING or (self._seats.before(SeatPhase.READY) and not self._collecting):
             return
         owed = self._training.owed
+        if not owed and self._collecting is None and self.collect is not None and self._run.last_snapshot is not None:
+            self._collecting = self.collect(lambda: self._is_collecting_wanted)
+        if self._collecting is not None:
+            owed = next(self._collecting, "")
         self._ctx.tell_phase(owed)
         if not owed:
             self._say_bye(RunEvent.NOTHING_OWED, self._run.ending_in_order(self._ctx.options.resume_command))

@@ -300,8 +300,8 @@ class Assembly:
         }
         return cls(assign, config, device, modules, data, reader)
 
-    def greeting(self, address: str, files_address: str) -> Hello:
-        """HELLO: hashes and sizes for the coordinator to compare, and the addresses of links and files.
+    def greeting(self, address: str) -> Hello:
+        """HELLO: hashes and sizes for the coordinator to compare, and this worker's address.
 
         Raises:
             SnapshotError: a file of the checkpoint is damaged.
@@ -323,7 +323,6 @@ class Assembly:
             next_sample=batches.cursor(self.assign.start_step).sample if batches is not None else 0,
             arithmetic_changes=self._arithmetic_changes(),
             start_step=self.assign.start_step,
-            files_address=files_address,
             memory_nbytes=free_bytes(self.device) + sum(map(device_nbytes, chain(*(m.parameters() for m in modules)))),
         )
 

@@ -33,7 +33,7 @@ from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.inbound import memory_for
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
-from tahq.comm.relay.tickets import RelayTicket, split_planned
+from tahq.comm.relay.tickets import RelayTicket
 from tahq.comm.transport import Transport
 from tahq.comm.zmq.addresses import format_address, local_address_towards, unless_taken
 from tahq.comm.zmq.endpoint import Dial, EndpointSettings, ZmqEndpoint
@@ -82,7 +82,7 @@ def open_endpoint(
     # links over gloo and NCCL cannot reconnect, so frames that were sent need not be kept for a new process
     can_reconnect = config.links.inside == "zmq" or not any(config.sites)
     bind, advertise = listening_addresses(options, config, stage)
-    return ZmqEndpoint(
+    endpoint = ZmqEndpoint(
         PeerIdentity(assign.run_id, 0, stage, assign.config_hash),
         EndpointSettings(
             bind=bind,
@@ -99,6 +99,9 @@ def open_endpoint(
             frame_log=frame_log if run.frame_log and can_reconnect else None,
         ),
     )
+    if options.credentials is not None:
+        endpoint.allow([options.credentials.coordinator])  # the run's owner may fetch checkpoint files
+    return endpoint
 
 
 def _try_to_send(send: Send, message: Message) -> None:
@@ -262,10 +265,7 @@ class WorkerLinks:
 
     def _dial(self, planned: str) -> Dial:
         """What a plan says to dial, with the coordinator's host as this worker reaches it for the relay's."""
-        if "/" not in planned:
-            return planned
-        port, ticket = split_planned(planned)
-        return RelayTicket(format_address(self._relay_host, port), ticket)
+        return RelayTicket.planned(planned, self._relay_host) if "/" in planned else planned
 
 
 def _wanted(rows: Iterable[Sequence[int]]) -> dict[int, Wanted]:

@@ -31,12 +31,14 @@ from tahq.comm.control.messages import (
     Plan,
     Published,
     Ready,
+    ServeFiles,
     Start,
     StopRequest,
     TryPeers,
 )
 from tahq.comm.group.transport import GroupSpec, GroupTransport, open_group
 from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.relay.tickets import RelayTicket
 from tahq.comm.zmq.addresses import parse_address
 from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.comm.zmq.files import pieces
@@ -158,9 +160,8 @@ class Worker:
             control.send(NoCheckpoint(control.stage, assign.start_step, str(error)))
             return control.receive(Bye).exit_status  # or StartOverError, at an older checkpoint
         assembly = Assembly.build(assign, config, device, control.working)
-        relay_host, _ = parse_address(options.peer, "coordinator")
-        self._links = links = WorkerLinks(endpoint, assign.stage, control.send, relay_host)
-        control.send(assembly.greeting(endpoint.address, endpoint.address if config.run.copies else ""))
+        self._links = links = WorkerLinks(endpoint, assign.stage, control.send, self._relay_host)
+        control.send(assembly.greeting(endpoint.address))
         control.working("waiting for the others")
         plan = control.receive(Plan, Bye)
         if not isinstance(plan, Plan):
@@ -218,10 +219,7 @@ class Worker:
             torch.set_num_threads(run.threads)
 
     def _open_copies(self, assign: Assign, config: ClusterConfig, endpoint: ZmqEndpoint) -> CheckpointCopies:
-        def offer(sha256: str, path: Path) -> None:
-            if config.run.copies:
-                endpoint.files.offer(assign.run_id, sha256, path)
-
+        offer = partial(endpoint.files.offer, assign.run_id)
         folder, rate = Path(config.run.dir) / config.run.name, copy_rate_bits_per_s(config, assign.stage)
         fetch, report = partial(pieces, endpoint.fetching), self.control.send
         return CheckpointCopies(assign, folder, config.pipeline.num_workers, rate, fetch, offer, report)
@@ -254,6 +252,8 @@ class Worker:
     def _obey(self, order: Order) -> None:
         if isinstance(order, Admit) and self._endpoint is not None:
             self._endpoint.allow(order.public_keys)
+        if isinstance(order, ServeFiles) and self._endpoint is not None:
+            self._endpoint.serve_files(RelayTicket.planned(order.ticket, self._relay_host), order.public_key)
         if isinstance(order, TryPeers) and self._endpoint is not None:
             try_peers(self._endpoint, self.control.stage, order, self.control.send)
         if isinstance(order, Copy | Published) and self._copies is not None:
@@ -262,6 +262,11 @@ class Worker:
             self._stage.engine.abandoned_step = order.step
         if isinstance(order, LinkOrder) and self._links is not None:
             self._links.obey(order)
+
+    @property
+    def _relay_host(self) -> str:
+        """Where this worker reaches the coordinator's host."""
+        return parse_address(self._options.peer, "coordinator")[0]
 
     def _interrupt_links(self, reason: Exception) -> None:
         if self._endpoint is not None:

@@ -236,7 +236,7 @@ class World:
     def join(self, stage, host, *, serves=True, generation=0):
         address = f"10.0.0.{stage}:7{generation:03d}" if serves else ""
         self.seats.join(stage, f"worker-{stage}-{generation}".encode(), Join(stage, "0", host, 100 + stage), 0.0)
-        self.seats.advance(stage, SeatEvent.HELLO, 0.0).hello = make_hello(stage, files_address=address)
+        self.seats.advance(stage, SeatEvent.HELLO, 0.0).hello = make_hello(stage, address=address)
 
     def publish(self, step):
         files = {f"stage-{seat.stage:03d}-{step}.safetensors": f"{step}{seat.stage}" for seat in self.seats}

@@ -439,6 +439,28 @@ def test_signal_after_the_last_commit_leaves_the_run_complete(scene):
     assert scene.run() == 0
 
 
+@pytest.mark.parametrize(("is_interrupted", "num_turns"), [(False, 50), (True, 5)])
+def test_workers_stay_until_their_files_are_collected_and_the_loss_of_one_ends_nothing(
+    scene, is_interrupted, num_turns
+):
+    turns = []
+
+    def collect(is_wanted):
+        while is_wanted() and len(turns) < 50:
+            turns.append(scene.server.told(b"worker-0", say.Bye))
+            if len(turns) == 5 and is_interrupted:
+                scene.coordinator.request_stop(signal.SIGINT)
+            if len(turns) == 5:
+                scene.kill(1)
+            yield "files"
+
+    scene.workers()
+    scene.build(give_up_s=2.0, peer_timeout_s=1.0).collect = collect
+    assert scene.run() == 0
+    assert turns == [[]] * num_turns
+    assert scene.server.told(b"worker-0", say.Bye) == [say.Bye(0)]
+
+
 # -- the loop itself -------------------------------------------------------------------------------
 
 

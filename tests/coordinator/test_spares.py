@@ -40,7 +40,7 @@ class SpareWorker(ScriptedWorker):
             has_newest = message.start_step in (*steps, self.begun) or not message.snapshot
             step = self.begun = message.start_step if has_newest else message.copied_step
             data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if self.stage in (0, 2) else {}
-            self.send(make_hello(self.stage, start_step=step, files_address="spare:7", **data))
+            self.send(make_hello(self.stage, start_step=step, address="spare:7", **data))
         else:
             super().react(message)
 
@@ -56,7 +56,7 @@ def serve(scene, journal=None, changes=None, **options):
     """Workers whose files can be had, on hosts of their own; one message per turn."""
     scene.one_message_a_turn()
     names = [f"stage{stage}" for stage in range(3)]
-    own = {name: {"hello": {"files_address": f"{name}:7"}} | (changes or {}).get(name, {}) for name in names}
+    own = {name: {"hello": {"address": f"{name}:7"}} | (changes or {}).get(name, {}) for name in names}
     workers = scene.workers(**own)
     scene.build(journal, **(OPTIONS | options))
     return workers
@@ -137,7 +137,7 @@ def test_spare_that_cannot_take_the_stage_leaves_it_to_the_next(scene):
 
 
 def test_host_that_only_dials_out_is_named_once(scene):
-    serve(scene, changes={"stage1": {"hello": {}}})
+    serve(scene, changes={"stage1": {"hello": {"address": ""}}})
     assert scene.run() == 0
     assert scene.warnings() == (
         "stage 1 (host1, pid 101) only dials out, so no other host can copy its checkpoints: if its host is lost with "

@@ -472,6 +472,8 @@ def test_three_invited_machines_are_measured_planned_and_trained_and_leave_and_c
         assert line in stdout
     events = [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
     assert any("is back after" in str(event) for event in events), events
+    exported = start("tahq", "export", "tiny", "out")
+    assert "parameters" in exported.communicate(timeout=60)[0]
     config = load_config(run_folder / "config.yaml")
     known = members_of(path).all
     assert {host.public_key for host in config.hosts} == known.keys()

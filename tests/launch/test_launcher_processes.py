@@ -15,8 +15,8 @@ from support.runs import write_config
 from tahq.config.file import load_config
 from tahq.errors import UserError
 from tahq_launch.start import worker_processes
-from tahq_launch.start.launcher import _signals_to, local_peer
-from tahq_launch.start.worker_command import WorkerCommand, modules_of_workers
+from tahq_launch.start.launcher import _signals_to
+from tahq_launch.start.worker_command import WorkerCommand, local_peer, modules_of_workers
 from tahq_launch.start.worker_processes import Fleet, StartedProgram
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone

@@ -11,7 +11,7 @@ from support.made_runs import MadeRun, finished_run
 from support.runs import finish, tiny, train, write_config
 
 from tahq.comm.control.client import ControlClient
-from tahq.comm.control.messages import OWNER, ReadRun, Refuse, StopRequest
+from tahq.comm.control.messages import OWNER, FindFiles, ReadRun, Refuse, StopRequest
 from tahq.comm.keys import Credentials, default_key_path, new_key_pair, read_key_file
 from tahq.comm.link.shaping import Shaping
 from tahq_launch.runs.found import writer_of
@@ -159,7 +159,7 @@ def test_run_at_an_address_is_shown_and_stopped_by_its_owner_alone(tmp_path, sta
     assert refused.returncode == 2
     assert "its key is not" in refused.stderr
     owner = read_key_file(default_key_path()).public
-    for request in (ReadRun("metrics.jsonl", 0), StopRequest(OWNER, signal.SIGTERM.value)):
+    for request in (ReadRun("metrics.jsonl", 0), FindFiles(0), StopRequest(OWNER, signal.SIGTERM.value)):
         timing = {"shaping": Shaping(), "peer_timeout_s": 10, "heartbeat_s": 2}
         client = ControlClient(address, "member", **timing, credentials=Credentials(member, owner))
         with closing(client):

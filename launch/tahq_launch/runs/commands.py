@@ -130,7 +130,7 @@ def pull(
     step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Fetch the files of a run's checkpoint from its hosts, over ssh.
+    """Fetch the files of a run's checkpoint from its hosts: over ssh, or from the workers of a live run.
 
     Files that are here already are only verified. If it is interrupted, call it again: it continues.
 

@@ -1,32 +1,39 @@
 """`tahq pull`: files of a run's checkpoints, from the disks of its hosts, where each stage has written its own.
 
-A file comes over ssh from its stage's host, or from another host that keeps a copy. It grows under another name, from
-which a later call continues, and has its own name once its SHA-256 is the manifest's.
+A file comes over ssh from its stage's host, or from another host that keeps a copy. From a host without ssh it comes
+over a link to its worker, while the run is live; before the run ends its launcher fetches these files (`collected`).
+A file grows under another name, from which a later call continues, and has its own name once its SHA-256 is the
+manifest's.
 """
 
 import json
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tahq.comm.config import MachineConfig
+from tahq.comm.keys import default_key_path, read_key_file
 from tahq.config.cluster import ClusterConfig
-from tahq.config.file import config_from_json
-from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, UserError
+from tahq.config.file import config_from_json, load_config
+from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, TahqError, UserError
+from tahq.observe import figures
 from tahq.pipeline.checkpoint.copies import Pieces, fetch_file, has_file
 from tahq.pipeline.checkpoint.manifest import Manifest, StageFile, read_latest, read_manifest, snapshot_folders
 from tahq.units import format_size
 from tahq_launch.command_line import progress_of
+from tahq_launch.runs.at_address import WorkerFiles
+from tahq_launch.runs.found import writer_of
 from tahq_launch.start.host_talk import ssh_fault
 from tahq_launch.start.run_folder import RunFolder
-from tahq_launch.start.worker_command import ssh_in_folder
+from tahq_launch.start.worker_command import local_peer, ssh_in_folder
 
 _AT_ONCE = 8
 _PIECE_NBYTES = 1 << 20
@@ -76,16 +83,88 @@ def missing_files(folder: Path, manifest: Manifest) -> list[StageFile]:
 def fetch(run: Path, folder: Path, manifest: Manifest, files: Sequence[StageFile]) -> None:
     """Fetch files of a checkpoint into its folder, several at a time; see `pull`."""
     config = config_from_json(json.dumps(manifest.config))
-    with _bar(files) as progress, ThreadPoolExecutor(_AT_ONCE) as pool:
-        places = [_places(config, folder.name, entry) for entry in files]
-        reasons = list(pool.map(lambda entry, there: _fetched(folder, entry, there, progress), files, places))
-    failures = [
+    workers = _workers(run) if any(_lacks_ssh(config, entry) for entry in files) else None
+    with _bar(files) as progress, closing(workers) if workers else nullcontext():
+        failures = _fetch(config, folder, files, progress.counted, workers)
+    if failures:
+        raise SnapshotError(f"{'; '.join(failures)}; once that is corrected: tahq pull {run}")
+
+
+def _fetch(
+    config: ClusterConfig,
+    folder: Path,
+    files: Sequence[StageFile],
+    counted: "Counted",
+    workers: WorkerFiles | None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> list[str]:
+    """Fetch these files; returns what has failed, and why."""
+
+    def fetched(entry: StageFile) -> str:
+        places = iter(_places(config, folder.name, entry))
+        if workers is not None and _lacks_ssh(config, entry):
+            there = workers.places(_stage_of(entry), entry.sha256, is_wanted)
+            places = chain((Place(*place, is_likely=True) for place in there), places)
+        return _fetched(folder, entry, places, counted, is_wanted)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        reasons = list(pool.map(fetched, files))
+    return [
         f"{entry.file} is not here, and cannot be fetched from {reason}"
         for entry, reason in zip(files, reasons, strict=True)
         if reason
     ]
+
+
+def _workers(run: Path) -> WorkerFiles | None:
+    """The workers of a run that is live on this machine; None: it is not, has no owner, or its port is not known."""
+    if writer_of(run) is None:
+        return None
+    config = load_config(RunFolder(run).config)
+    if not config.security.curve or config.run.bind.endswith(":0"):
+        return None
+    key = Path(config.security.key).expanduser() if config.security.key is not None else default_key_path()
+    return WorkerFiles(local_peer(config.run.bind, config.run.bind), read_key_file(key))
+
+
+def _lacks_ssh(config: ClusterConfig, entry: StageFile) -> bool:
+    """Whether the host of the stage that has written a file is listed without ssh."""
+    return isinstance(config.hosts, list) and config.hosts[_stage_of(entry)].ssh is None
+
+
+def collected(
+    run: Path, connect: Callable[[], WorkerFiles], warn: Callable[[str], None], is_wanted: Callable[[], bool]
+) -> Iterator[str]:
+    """Fetch the files of a run's newest checkpoint that are on hosts without ssh, in threads beside the coordinator.
+
+    Yields the progress, in words, until that has ended; failures are warnings.
+    """
+    folder, manifest = read_latest(RunFolder(run).snapshots)
+    config = config_from_json(json.dumps(manifest.config))
+    files = [entry for entry in manifest.files if _lacks_ssh(config, entry) and not (folder / entry.file).is_file()]
+    if not files:
+        return
+    with Progress(disable=True) as bars, ThreadPoolExecutor(1) as pool:
+        progress = _Progress(bars, files)
+
+        def fetch_all() -> list[str]:
+            with closing(connect()) as workers:
+                return _fetch(config, folder, files, progress.counted, workers, is_wanted)
+
+        fetching = pool.submit(fetch_all)
+        while not fetching.done():
+            done = figures.share(progress.share)
+            yield f"the checkpoint's {_files(files)}, {done} is here (Ctrl-C leaves the rest on its hosts)"
+        try:
+            failures = fetching.result()
+        except TahqError as error:
+            failures = [str(error)]
     if failures:
-        raise SnapshotError(f"{'; '.join(failures)}; once that is corrected: tahq pull {run}")
+        reasons = "; ".join(failures) if is_wanted() else f"left on their hosts: {', '.join(e.file for e in files)}"
+        warn(
+            f"{reasons}; copy them into {folder} by hand, or resume the run (done already: with more training.steps) "
+            f"and call `tahq pull {run}` meanwhile"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +236,15 @@ def _over_ssh(host: MachineConfig, number: int, paths: Sequence[Path], offset: i
         raise PeerLostError(f"{finding.found}; {finding.remedy}")
 
 
-def _fetched(folder: Path, entry: StageFile, places: Sequence[Place], progress: "_Progress") -> str:
+def _fetched(
+    folder: Path, entry: StageFile, places: Iterable[Place], counted: "Counted", is_wanted: Callable[[], bool]
+) -> str:
     """Fetch a file from the first place that has it; returns why that failed, "" if it has not."""
-    reasons = []
+    reasons, path = [], folder / entry.file
     for place in places:
         try:
-            fetch_file(folder / entry.file, entry.sha256, progress.counted(folder / entry.file, place.pieces))
+            if not fetch_file(path, entry.sha256, counted(path, place.pieces), is_wanted):
+                return f"{place.where}: interrupted"
         except (PeerLostError, RemoteProtocolError) as error:
             reasons.append((place.is_likely, f"{place.where}: {error}"))
         else:
@@ -177,12 +259,14 @@ def _fetched(folder: Path, entry: StageFile, places: Sequence[Place], progress: 
 class _Progress:
     """Bytes of a few files: bars on a terminal, else a line now and then."""
 
-    def __init__(self, bars: Progress, files: Sequence[StageFile]) -> None:
+    def __init__(
+        self, bars: Progress, files: Sequence[StageFile], line: Callable[[float], None] = lambda share: None
+    ) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
         for entry in files:
             self._tasks[entry.file] = bars.add_task(entry.file.rpartition("-")[0], total=entry.nbytes)
-        self._line = progress_of("fetching") if bars.disable else lambda share: None
+        self._line = line
 
     def counted(self, path: Path, pieces: Pieces) -> Pieces:
         """The same pieces, which are counted as they pass."""
@@ -193,13 +277,18 @@ class _Progress:
             for piece in pieces(offset):
                 yield piece
                 self._bars.advance(task, len(piece))
-                done, total = (sum(getattr(each, key) or 0 for each in self._bars.tasks) for key in _COUNTS)
-                self._line(done / max(total, 1))
+                self._line(self.share)
 
         return passed
 
+    @property
+    def share(self) -> float:
+        """Share of the bytes that is here."""
+        tasks = self._bars.tasks
+        return sum(each.completed for each in tasks) / max(sum(each.total or 0 for each in tasks), 1)
 
-_COUNTS = ("completed", "total")
+
+Counted = Callable[[Path, Pieces], Pieces]
 
 
 @contextmanager
@@ -207,7 +296,7 @@ def _bar(files: Sequence[StageFile]) -> Iterator[_Progress]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        yield _Progress(bars, files)
+        yield _Progress(bars, files, *([progress_of("fetching")] if bars.disable else []))
 
 
 def _files(files: Sequence[StageFile]) -> str:

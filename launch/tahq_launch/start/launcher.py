@@ -18,7 +18,7 @@ from tahq.comm.control.members import Admission
 from tahq.comm.control.messages import Welcome
 from tahq.comm.control.server import ControlServer
 from tahq.comm.relay.process import Relay
-from tahq.comm.zmq.addresses import WILDCARDS, format_address, parse_address
+from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
@@ -27,6 +27,8 @@ from tahq.observe.run_view import Observers, watch_run
 from tahq_launch.command_line import announce
 from tahq_launch.dashboard.process import DashboardProcess
 from tahq_launch.plan.advice import advice
+from tahq_launch.runs.at_address import WorkerFiles
+from tahq_launch.runs.pull import collected
 from tahq_launch.start.local_checks import files_needed
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.start.run_folder import members_of
@@ -34,6 +36,7 @@ from tahq_launch.start.run_keys import PLAIN
 from tahq_launch.start.worker_command import (
     WorkerCommand,
     local_command,
+    local_peer,
     modules_of_workers,
     ssh_command,
     worker_by_hand,
@@ -139,7 +142,13 @@ def _training_coordinator(request: StartRequest, prepared: PreparedRun, server: 
         observer = Observers([TrackerProcess(prepared.config, prepared.options.run_id, observer.warned), observer])
     for line in prepared.notes:
         announce(line)
-    return Coordinator(prepared.options, server, observer, journal=prepared.journal, relay=_relay(prepared, server))
+    relay = _relay(prepared, server)
+    coordinator = Coordinator(prepared.options, server, observer, journal=prepared.journal, relay=relay)
+    if prepared.keys is not None:
+        here = local_peer(prepared.config.run.bind, format_address("localhost", server.port))
+        connect = partial(WorkerFiles, here, prepared.keys.coordinator)
+        coordinator.collect = partial(collected, prepared.folder.path, connect, coordinator.warn)
+    return coordinator
 
 
 def relay_place(config: ClusterConfig, server: ControlServer) -> tuple[str, int] | None:
@@ -160,7 +169,7 @@ def _relay(prepared: PreparedRun, server: ControlServer) -> Relay | None:
         *place,
         secret="" if keys is None else keys.coordinator.secret,
         run_id=prepared.options.run_id,
-        num_links=len(prepared.options.grid.links()),
+        num_links=len(prepared.options.grid.links()) + prepared.options.num_stages,  # and those for files
         log=folder.logs / "relay.log",
     )
 
@@ -216,13 +225,6 @@ def worker_command(
     if hosts is not None:
         return hosts.worker_command(stage, address, threads, secret=secret, debug=debug)
     return local_command(stage, local_peer(config.run.bind, address), threads, secret=secret, debug=debug)
-
-
-def local_peer(bind: str, address: str) -> str:
-    """Address that local workers dial: loopback if the coordinator binds all addresses, else the bound address."""
-    host, _ = parse_address(bind, "run.bind")
-    _, port = parse_address(address, "coordinator")
-    return format_address("127.0.0.1" if host in WILDCARDS else host, port)
 
 
 def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from tahq.comm.config import MachineConfig
+from tahq.comm.zmq.addresses import WILDCARDS, format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.models.families import FAMILIES
 from tahq.quant import AUTO, CodecSpec
@@ -54,6 +55,13 @@ def local_command(
     argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
     env = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     return WorkerCommand(stage, argv, env, forked_threads=threads, first_input=secret.line)
+
+
+def local_peer(bind: str, address: str) -> str:
+    """Address that local workers dial: loopback if the coordinator binds all addresses, else the bound address."""
+    host, _ = parse_address(bind, "run.bind")
+    _, port = parse_address(address, "coordinator")
+    return format_address("127.0.0.1" if host in WILDCARDS else host, port)
 
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:

@@ -85,7 +85,7 @@ class Hello:
     tokenizer_hash: str
     data_hash: str
     address: str
-    """host:port that neighbours can dial; empty: I only dial out."""
+    """host:port that others can dial, for links and checkpoint files; empty: I only dial out."""
     device: str
     torch_version: str
     num_parameters: int
@@ -97,8 +97,6 @@ class Hello:
     """How this machine's arithmetic differs from the checkpoint's; with any, the run is no longer exact."""
     start_step: int = 0
     """Steps behind the checkpoint that I begin at."""
-    files_address: str = ""
-    """host:port at which others get my checkpoints; empty: they cannot."""
     memory_nbytes: int = 0
     """Bytes that my device has free or I use there; 0: unknown."""
 
@@ -482,6 +480,34 @@ class RunLines:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class FindFiles:
+    """owner → coordinator: where can I fetch the checkpoint files of this stage, directly or over the relay?"""
+
+    stage: int
+    is_relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlaces:
+    """coordinator → owner: of this run, rows of [address, public key] of workers that have the files or copies.
+
+    The address is host:port, or the relay's "PORT/TICKET" as in PLAN.
+    """
+
+    run_id: int
+    config_hash: str
+    places: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFiles:
+    """coordinator → worker: the owner of this key will ask for your files over the relay, "PORT/TICKET"."""
+
+    ticket: str
+    public_key: str
+
+
 # Messages of `tahq measure`
 
 
@@ -555,7 +581,8 @@ Message = (
     | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
     | Abandon | Admit | NotKept | NoCheckpoint | ReadRun | RunLines | TryPeers | Tried
+    | FindFiles | FilePlaces | ServeFiles
 )  # fmt: skip
 
-Order = Relink | Widen | Hold | Abandon | Published | Copy | Admit | TryPeers
+Order = Relink | Widen | Hold | Abandon | Published | Copy | Admit | TryPeers | ServeFiles
 """Messages that may come at any time, which a worker carries out beside its work."""

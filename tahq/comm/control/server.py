@@ -12,7 +12,7 @@ import zmq
 
 from tahq.comm.control.client import CONTROL_IDENTITY
 from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
-from tahq.comm.control.messages import Abort, Bye, Message, Refuse, RunLines, StartOver
+from tahq.comm.control.messages import Abort, Bye, FilePlaces, Message, Refuse, RunLines, StartOver
 from tahq.comm.keys import KeyPair
 from tahq.comm.link.frame import Channel
 from tahq.comm.link.session import Session
@@ -32,7 +32,7 @@ from tahq.errors import RemoteProtocolError, TahqError
 _log = logging.getLogger(__name__)
 _HEARTBEATS_PER_TIMEOUT = 5
 MAX_STRANGERS = 512
-_FAREWELLS = Refuse | Abort | Bye | StartOver | RunLines
+_FAREWELLS = Refuse | Abort | Bye | StartOver | RunLines | FilePlaces
 """A peer that is sent one of these is no member, or no more."""
 LONGEST_ROUND_TRIP_S = 60.0
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from tahq.comm.zmq.addresses import format_address
 from tahq.errors import RemoteProtocolError
 
 LOWER: Final = 0
@@ -66,6 +67,12 @@ class RelayTicket:
 
     address: str
     ticket: str
+
+    @classmethod
+    def planned(cls, text: str, host: str) -> "RelayTicket":
+        """Of ``PORT/TICKET`` in a plan, with the relay's host as this end reaches it; see `split_planned`."""
+        port, ticket = split_planned(text)
+        return cls(format_address(host, port), ticket)
 
     @property
     def dials(self) -> bool:

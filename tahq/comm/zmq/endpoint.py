@@ -227,7 +227,7 @@ class ZmqEndpoint:
             return [self._dial_relay(end, dial, peer_key, connection) for connection in connections]
         return [self._dial(end, dial, peer_key, connection) for connection in connections]
 
-    def _dial_relay(self, end: LinkEnd, relay: RelayTicket, peer_key: str, connection: int) -> Dialled:
+    def _dial_relay(self, end: LinkEnd, relay: RelayTicket, peer_key: str, connection: int = 0) -> Dialled:
         dealer = open_dealer(self._context, b"tahq", self._limits.peer_timeout_s, self._keys, peer_key, relay)
         address = f"the peer over {relay}"
         return Dialled(dealer, address, end, connection, endpoint=relay.endpoint(connection))
@@ -251,8 +251,15 @@ class ZmqEndpoint:
         return Session(replace(self._identity, epoch=0), spec, limits)
 
     def _visit(self, route: bytes, hello: LinkHello, key: str) -> LinkEnd:
-        spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=False, title=f"files for stage {hello.stage}")
+        asker = "the run's owner" if hello.stage == ANY_STAGE else f"stage {hello.stage}"
+        spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=False, title=f"files for {asker}")
         return ServingEnd(spec, self._files_session(spec), key, self.files)
+
+    def serve_files(self, relay: RelayTicket, public_key: str) -> None:
+        """Give files to the owner of this key over a relay; any thread may call it."""
+        spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=False, title=f"files for the run's owner over {relay}")
+        end = ServingEnd(spec, self._files_session(spec), public_key, self.files)
+        self._loop.open(end, [self._dial_relay(end, relay, public_key)])
 
     def _send_piece(self, end: LinkEnd, data: bytes) -> None:
         self._loop.submit(end, partial(end.say, Channel.FILES, data))
@@ -279,12 +286,16 @@ class ZmqEndpoint:
         return "" if has_met else end.obstacle or f"no answer in {timeout_s:g} s"
 
     @contextmanager
-    def _visiting(self, end: LinkEnd, address: str) -> Iterator[None]:
+    def _visiting(self, end: LinkEnd, dial: Dial) -> Iterator[None]:
         if self._is_closed:
             raise PeerLostError(f"{end.spec}: this worker is leaving")
         if bool(end.peer_key) != (self._keys is not None):
             raise RemoteProtocolError(f"{end.spec}: CURVE is on at one end and off at the other")
-        self._loop.open(end, [self._dial(end, address, end.peer_key)])
+        if isinstance(dial, RelayTicket):
+            dialled = self._dial_relay(end, dial, end.peer_key)
+        else:
+            dialled = self._dial(end, dial, end.peer_key)
+        self._loop.open(end, [dialled])
         try:
             yield
         finally:

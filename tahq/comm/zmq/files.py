@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
+from tahq.comm.relay.tickets import RelayTicket
 from tahq.comm.zmq.socket_wait import Inbox
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
@@ -64,7 +65,7 @@ class Status(IntEnum):
 class FileSource:
     """Where to fetch a file: host:port, number of its run, SHA-256 (hex), the owner's public key ("": no CURVE)."""
 
-    address: str
+    address: str | RelayTicket
     run: int
     sha256: str
     public_key: str = ""
