@@ -77,6 +77,17 @@ def test_file_arrives_as_it_is(asker, server, offered, tmp_path, partial_nbytes)
     assert os.listdir(target.parent) == [target.name]
 
 
+def test_file_that_another_process_fetches_is_left_to_it(tmp_path):
+    def and_again(offset):
+        yield b"one"
+        with pytest.raises(PeerLostError, match=r"another process is fetching .*there; wait for it"):
+            fetch_file(tmp_path / "there", "ab" * 32, lambda offset: iter([b"two"]))
+        yield b" and two"
+
+    assert fetch_file(tmp_path / "there", hashlib.sha256(b"one and two").hexdigest(), and_again)
+    assert (tmp_path / "there").read_bytes() == b"one and two"
+
+
 def test_damaged_bytes_are_not_kept(asker, server, offered, tmp_path):
     content, sha256, path = offered
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from support.processes import wait_until
 from support.runs import start as start_program
 from support.runs import tiny, write_config
 
@@ -20,11 +21,11 @@ def free_port() -> int:
 class Machines:
     """A coordinator in one folder, and two workers, each in a folder of its own."""
 
-    def __init__(self, folder: Path, host: dict, **sections: dict) -> None:
+    def __init__(self, folder: Path, hosts: list[dict], **sections: dict) -> None:
         self.folder, self.run, self.programs = folder, folder / "runs" / "tiny", []
         sections["run"] = {"bind": f"127.0.0.1:{free_port()}", "relay": free_port(), **sections.get("run", {})}
         config = tiny(pipeline={"stages": 2}, model={"num_layers": 2, "hidden_size": 32}, **sections)
-        write_config(folder, config | {"hosts": [{"address": "127.0.0.1", **host}] * 2})
+        write_config(folder, config | {"hosts": [{"address": "127.0.0.1", **host} for host in hosts]})
         self._address = sections["run"]["bind"]
         self.train(2)
 
@@ -61,11 +62,11 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path):
-    """machines({key of a host}, section={…}) starts them; two steps are done."""
+    """machines([{keys of a host}, {…}], section={…}) starts them; two steps are done."""
     made = []
 
-    def make(host: dict, **sections: dict) -> Machines:
-        made.append(Machines(tmp_path, host, **sections))
+    def make(hosts: list[dict], **sections: dict) -> Machines:
+        made.append(Machines(tmp_path, hosts, **sections))
         return made[-1]
 
     yield make
@@ -76,9 +77,18 @@ def machines(tmp_path):
 ENDLESS = {"steps": 1_000_000}
 
 
-@pytest.mark.parametrize("host", [{}, {"advertise": "none"}], ids=["dialled", "relayed"])
-def test_owner_pulls_from_a_live_run_whose_last_checkpoint_is_here_when_it_ends(machines, host):
-    run = machines(host, training=ENDLESS, run={"checkpoint_every": 1, "keep_checkpoints": 1000})
+NAMES_NO_ADDRESS = {"advertise": "none"}
+HAS_A_WRONG_ADDRESS = {"advertise": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [[{}, {}], [{}, HAS_A_WRONG_ADDRESS], [NAMES_NO_ADDRESS, NAMES_NO_ADDRESS]],
+    ids=["dialled", "one cannot be dialled", "relayed"],
+)
+def test_owner_pulls_from_a_live_run_whose_last_checkpoint_is_here_when_it_ends(machines, hosts):
+    run = machines(hosts, training=ENDLESS, run={"checkpoint_every": 1, "keep_checkpoints": 1000})
+    wait_until((run.run / "snapshots" / "latest").exists, 60, "a checkpoint is complete")
     assert run.lacking()
     assert run.finish("keygen", "--output", "other/tahq/key.secret")[0] == 0
     status, _, stderr = run.finish("pull", "tiny", extra={"XDG_CONFIG_HOME": str(run.folder / "other")})
@@ -97,7 +107,7 @@ def test_owner_pulls_from_a_live_run_whose_last_checkpoint_is_here_when_it_ends(
 
 @pytest.mark.ci
 def test_files_that_ctrl_c_leaves_on_their_machines_are_pulled_once_the_run_is_resumed(machines):
-    run = machines({}, training={"steps": 2}, emulate={"rate": "1mbit"})  # a file takes two seconds
+    run = machines([{}, {}], training={"steps": 2}, emulate={"rate": "1mbit"})  # a file takes two seconds
     assert any("the checkpoint's 2 files" in line for line in iter(run.coordinator.stdout.readline, ""))
     run.coordinator.send_signal(signal.SIGINT)
     stdout, stderr = run.coordinator.communicate(timeout=60)

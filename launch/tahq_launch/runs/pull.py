@@ -205,7 +205,8 @@ def _place(host: MachineConfig, number: int, paths: Sequence[Path], *, is_likely
 
 
 def _by_hand(offset: int) -> Iterator[bytes]:
-    raise PeerLostError("cluster.yaml has no ssh for this host; copy it from there by hand, e.g. with scp")
+    found = "cluster.yaml has no ssh for this host"
+    raise PeerLostError(f"{found}; pull while the run is live, or copy it from there by hand, e.g. with scp")
 
 
 def _over_ssh(host: MachineConfig, number: int, paths: Sequence[Path], offset: int) -> Iterator[bytes]:

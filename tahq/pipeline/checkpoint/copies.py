@@ -8,6 +8,7 @@ A file has its name only when it is complete, durable and verified. Until then i
 a later fetch continues, in this process or another.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -49,19 +50,23 @@ def has_file(path: Path, sha256: str, working: Callable[[str], None] = lambda ac
 
 
 def fetch_file(path: Path, sha256: str, pieces: Pieces, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-    """Fetch a file with this hash (hex) from `pieces` to its place, durably; one process at a time.
+    """Fetch a file with this hash (hex) from `pieces` to its place, durably.
 
     Returns False if it is no longer wanted when the pieces have ended; the received part is kept.
 
     Raises:
         RemoteProtocolError: the content is wrong; nothing is kept.
         SnapshotError: the file cannot be written.
-        PeerLostError: from `pieces`; the received part is kept.
+        PeerLostError: from `pieces`, or another process is fetching it; the received part is kept.
     """
     partial_path = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial_path.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PeerLostError(f"another process is fetching {path}; wait for it") from None
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256")
             for piece in pieces(file.seek(0, os.SEEK_END)):
