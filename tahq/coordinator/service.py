@@ -76,7 +76,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 5.0
 
 
 Collect = Callable[[Callable[[], bool]], Iterator[str]]
-"""(whether it is still wanted) -> what is fetched, in words, again and again until nothing is."""
+"""(whether it is still wanted) -> the progress in words, until all is fetched or has failed."""
 
 
 class Coordinator:

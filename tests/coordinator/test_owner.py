@@ -1,8 +1,12 @@
-"""What the owner of a run may read: whole lines of a few files, from any byte on."""
+"""What the owner of a run may read: whole lines of a few files, from any byte on; and where checkpoint files are."""
+
+from contextlib import closing
 
 import pytest
 
+from tahq.comm.control import messages as say
 from tahq.comm.control.messages import ReadRun, RunLines
+from tahq.comm.relay.process import Relay
 from tahq.coordinator.owner import run_lines
 
 
@@ -34,3 +38,20 @@ def test_offset_beyond_the_end_of_a_file_that_was_cut_begins_anew(folder):
 )
 def test_other_and_missing_files_are_not_sent(folder, name):
     assert run_lines(folder, ReadRun(name, 0)) == RunLines(name, "", 0, -1)
+
+
+def test_files_are_at_a_stages_worker_and_at_those_with_copies_or_behind_a_ticket(scene, tmp_path):
+    scene.server.keys = {b"owner": "key-owner"} | {f"worker-{stage}".encode(): f"key-{stage}" for stage in range(3)}
+    scene.one_message_a_turn()
+    scene.workers(stage2={"hello": {"address": ""}})
+    requests = [say.FindFiles(0), say.FindFiles(2), say.FindFiles(3), say.FindFiles(-1), say.FindFiles(2, True)]
+    scene.after(10, lambda: scene.server.inbox.extend((who, each) for each in requests for who in (b"owner", b"other")))
+    relay = Relay("127.0.0.1", 0, secret="", run_id=7, num_links=5, log=tmp_path / "relay.log")
+    with closing(relay):
+        assert scene.run(steps=12, checkpoint_every=4, copies=1, relay=relay) == 0
+        theirs, ours = (relay.ticket(2 + 2, 1, end) for end in (0, 1))
+    first, *others = [answer.places for answer in scene.server.told(b"owner", say.FilePlaces)]
+    assert first == [["10.0.0.0:9000", "key-0"], ["10.0.0.1:9000", "key-1"]]
+    assert others == [[], [], [], [[ours, "key-2"]]]
+    assert scene.server.told(b"worker-2", say.ServeFiles) == [say.ServeFiles(theirs, "key-owner")]
+    assert {type(answer) for who, answer in scene.server.sent if who == b"other"} == {say.Refuse}
