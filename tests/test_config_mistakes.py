@@ -112,7 +112,10 @@ VALUES = [
             *(("bnb_adamw8bit", "adamw8bit"), ("torchao_adamw8bit", "adamw8bit"), ("torchao_adamw_fp8", "fp8_adamw")),
         )
     ),
-    ("model.family=gpt3", "expected gpt2, llama, qwen2, qwen3 or mistral; got 'gpt3'"),
+    (
+        "model.family=gpt3",
+        "expected gpt2, llama, qwen2, qwen3, mistral, smollm3, olmo2, phi3, gemma, gemma2 or gemma3_text; got 'gpt3'",
+    ),
     ("model.overrides={a: [1, .nan]}", "numbers must be finite; got nan"),
     ("data.text=[]", "expected a path or a list of paths and globs; got []"),
     ('data.tokenizer=""', "expected text that is not empty; got ''"),

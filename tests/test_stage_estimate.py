@@ -5,6 +5,7 @@ from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import chunks_of, stage_estimate, with_memory_choices
+from tahq.errors import ModelError
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.worker.assembly import block_ranges, resolved_spec
@@ -133,3 +134,21 @@ def test_loss_in_chunks_takes_the_same_memory_for_more_tokens():
     short, long = (estimated(configured(**each), 3) for each in values)
     assert short.workspace == long.workspace
     assert long.activations < 4 * 2 * 1024 * 2**17
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory": {"activations": "agoq"}},
+        {"memory": {"recompute": ["none", "norm", "block", "block"]}},
+        {"training": {"precision": "fp8"}},
+    ],
+    ids=lambda changes: str(next(iter(changes.values()))),
+)
+def test_what_changes_layers_is_refused_where_they_are_not_known(changes):
+    config = configured(model={"family": "olmo2"}, **changes)
+    with pytest.raises(
+        ModelError, match="is for the families gpt2, llama, qwen2, qwen3, mistral; olmo2 has other layers"
+    ):
+        resolved_spec(config, None)
+    resolved_spec(configured(model={"family": "olmo2"}, memory={"recompute": "block"}), None)

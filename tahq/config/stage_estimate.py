@@ -7,12 +7,13 @@ from functools import partial
 from typing import get_args
 
 from tahq.config.cluster import ClusterConfig
-from tahq.errors import UserError
+from tahq.errors import ModelError, UserError
 from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED, Offload, Shard
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.block_codes import FORMATS
 from tahq.models.costs import counted_costs
+from tahq.models.families import FAMILIES
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import divide
 from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
@@ -162,6 +163,25 @@ def _step_numbers(
     )
 
 
+def check_layers(config: ClusterConfig, spec: ModelSpec) -> None:
+    """Refuse what changes the layers of a block, for a family whose layers are not known; ModelError."""
+    if spec.layout.layers_like is not None:
+        return
+    levels = config.memory.recompute if isinstance(config.memory.recompute, list) else [config.memory.recompute]
+    changes = {
+        "memory.activations": config.memory.activations if config.memory.activations != "none" else None,
+        "memory.recompute": next((level for level in levels if level not in ("auto", "none", "block")), None),
+        "training.precision": "fp8" if config.training.precision == "fp8" else None,
+    }
+    for key, value in changes.items():
+        if value is not None:
+            known = ", ".join(name for name, layout in FAMILIES.items() if layout.layers_like is not None)
+            raise ModelError(
+                f"{key}: {value} changes layers, and is for the families {known}; {spec.family} has other layers: "
+                "leave it out"
+            )
+
+
 def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int:
     """`memory.loss_chunks`, or `open_loss_chunks`."""
     if config.memory.loss_chunks is not None:
@@ -274,7 +294,7 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str)
     smaller = next((n for n in range(training.micro_batch // 2, 0, -1) if training.micro_batch % n == 0), None)
     if smaller is not None:
         yield changed("training", micro_batch=smaller)
-    for level in ("norm", "att", "block"):
+    for level in ("norm", "att", "block") if spec.layout.layers_like else ("block",):
         yield changed("memory", recompute=level)
     bf16 = computes_in_bf16(config, device)
     for which in (("m", "v"), tuple(name for name in get_args(Offload) if name != "master" or bf16)):
@@ -286,7 +306,7 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str)
             yield f"memory.shard: [{', '.join(shard)}]", changed("memory", shard=shard)[1]
     if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
         yield changed("memory", activations="coat")
-    if config.memory.activations != "agoq":
+    if config.memory.activations != "agoq" and spec.layout.layers_like is not None:
         yield changed("memory", activations="agoq")
     if pipeline.schedule == "gpipe":
         yield changed("pipeline", schedule="1f1b")

@@ -281,7 +281,8 @@ def _gradients(shapes: Collection[Sequence[int]], low_rank: Sequence[int], numbe
 
 def streamed_by_block(spec: ModelSpec, shape: MicroBatchShape, which: Collection[Offload]) -> int:
     """Bytes of the residual stream that a block keeps of a micro-batch on the host: its input, and the MLP part's."""
-    num = 0 if "residual" not in which else 1 if shape.recompute == "block" else 2
+    is_input_only = shape.recompute == "block" or spec.layout.layers_like is None
+    num = 0 if "residual" not in which else 1 if is_input_only else 2
     return num * shape.residual_nbytes * shape.num_tokens * spec.hidden_size
 
 

@@ -52,11 +52,15 @@ APART = ("ffn", "qkv", "att")
 def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> None:
     """Make a slice's blocks keep what a level says; call it once, before COAT or AGoQ change them.
 
+    Blocks of layers that no family here has allow `none` and `block` only, and run as transformers has them.
+
     `fuses`: use the kernels of norms and activations, on CUDA; those that COAT or AGoQ change have their own.
     """
     stored, kinds = EXACTLY_STORED.get(level, ()), ("norms", "mlp")
     on_cuda = has_kernels(next(module.parameters()).device.type)
     module.checkpoint_blocks, module.owns_products = level == "block", on_cuda or level not in ("none", "block")
+    if module.spec.layout.layers_like is None:
+        return
     for block in module.blocks():
         first, second = filter(is_norm, block.children())
         attention = next(child for child in block.children() if type(child).__name__.endswith("Attention"))

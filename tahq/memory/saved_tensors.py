@@ -22,8 +22,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import torch
+
 from tahq.memory.coat.fp8_codes import GROUP
 from tahq.memory.config import Recompute
+from tahq.memory.dry_blocks import KeptBytes, kept_by_block
 from tahq.memory.small_floats.block_codes import stored_nbytes
 from tahq.models.families import head_dim, num_kv_heads
 from tahq.models.model_spec import ModelSpec
@@ -111,12 +114,19 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     stream = shape.residual_nbytes * shape.num_tokens * spec.hidden_size
     if shape.recompute == "block":
         return stream
+    if spec.layout.layers_like is None:
+        return _dry(spec, block, shape).saved
     if shape.coat:
         return _coat_block(spec, shape) + _attention(spec, block, shape)
     of_mlp = stream if shape.recompute in _MLP_AGAIN else _mlp_part(spec, shape)
     if shape.recompute not in _ATTENTION_AGAIN:
         return _attention_part(spec, block, shape) + of_mlp
     return stream + of_mlp + (_fused_output(spec, block, shape) if shape.recompute == "qkv" else 0)
+
+
+def _dry(spec: ModelSpec, block: int, shape: MicroBatchShape) -> KeptBytes:
+    stream = torch.float32 if shape.residual_nbytes == _FP32 else torch.bfloat16
+    return kept_by_block(spec, block, shape.micro_batch, shape.seq_len, stream, bf16=shape.bf16)
 
 
 def recomputed_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
@@ -126,6 +136,8 @@ def recomputed_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> 
     """
     if shape.recompute == "block":
         return saved_by_block(spec, block, replace(shape, recompute="none"))
+    if spec.layout.layers_like is None:
+        return 0
     plain = replace(shape, recompute="none", stored_layers=())
     of_mlp = _mlp_part(spec, plain) if shape.recompute in _MLP_AGAIN else 0
     return max(of_mlp, _attention_part(spec, block, plain) if shape.recompute in _ATTENTION_AGAIN else 0)
@@ -163,16 +175,21 @@ def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     The norm's input (RMSNorm: and normalised input) and statistics, as in a block; its output, a·T·C; log-probabilities
     in fp32, 4·T·V, their labels, 8·T, and their number, 4; with z-loss logits in fp32 too, and per token their log-sum,
     its square's input and whether it is labelled. On CUDA: of these only the logits' gradient, a·T·V. In chunks: the
-    gradient of the norm's output instead, 4·T·C.
+    gradient of the norm's output instead, 4·T·C. Capped logits are kept once more, a·T·V.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
     norm = _norm_input(spec, shape, fused=False)
     if shape.loss_chunks > 1:
         return norm + _FP32 * tokens * hidden
-    loss = _kept_logits(shape) * tokens * spec.vocab_size
+    loss = (_kept_logits(shape) + _capped(spec, shape)) * tokens * spec.vocab_size
     if not shape.on_cuda:
         loss += tokens * (8 + (9 if shape.has_z_loss else 0)) + _FP32
     return norm + shape.element_nbytes * tokens * hidden + loss
+
+
+def _capped(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """Bytes per logit that are kept to differentiate the cap of logits (`soft_capped`)."""
+    return 0 if getattr(spec.hf_config, "final_logit_softcapping", None) is None else shape.element_nbytes
 
 
 def _kept_logits(shape: MicroBatchShape) -> int:
@@ -195,15 +212,16 @@ def head_workspace(spec: ModelSpec, shape: MicroBatchShape, *, adds_in_place: bo
     """
     element, cast = shape.element_nbytes, _FP32 if shape.bf16 else 0
     logits = -(-shape.num_tokens // shape.loss_chunks) * spec.vocab_size
+    capped = _capped(spec, shape) * logits if shape.loss_chunks > 1 else 0
     weights = spec.vocab_size * spec.hidden_size if shape.copies_head else 0
     if shape.on_cuda:
         rows = shape.num_tokens * _FP32 + 2 * element * -(-shape.num_tokens // shape.loss_chunks)
-        return element * logits + rows * spec.hidden_size if shape.loss_chunks > 1 else 0
+        return element * logits + 2 * capped + rows * spec.hidden_size if shape.loss_chunks > 1 else 0
     of_loss = (3 if shape.has_z_loss else 2) * _FP32 * logits
     if shape.loss_chunks > 1:
         are_kept = shape.has_z_loss and not shape.bf16  # the logits themselves, then
         of_loss += (_kept_logits(shape) + (0 if are_kept else element)) * logits
-        return max(of_loss, element * logits + (element + cast) * weights)
+        return capped + max(of_loss, element * logits + (element + cast) * weights)
     is_cast = not adds_in_place and shape.recompute in ("none", "block")
     of_weights = max(element * (logits + weights), (element + cast * is_cast) * weights)
     return max(of_loss, of_weights - _kept_logits(shape) * logits)
@@ -356,6 +374,8 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     gradients. With COAT, and under `fp8`, all of these but attention's output in FP8, T·(2·C + I + N). With AGoQ inputs
     that are recomputed are codes.
     """
+    if spec.layout.layers_like is None:
+        return _dry(spec, 0, shape).deferred
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
     inner, width = _inner(spec), int(config.num_attention_heads) * head_dim(config)
     is_gpt2 = spec.layout.rotary is None

@@ -7,7 +7,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tahq.units import Duration, Section
 
-Family = Literal["gpt2", "llama", "qwen2", "qwen3", "mistral"]
+Family = Literal[
+    "gpt2", "llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "phi3", "gemma", "gemma2", "gemma3_text"
+]
 
 
 def _refuse_non_finite(value: object) -> None:

@@ -1,13 +1,15 @@
 """The supported families of transformers models: names of their classes, parameters and configuration keys.
 
 A family is data; one that is built like Llama is one entry of `FAMILIES`. Transformers' own modules compute
-(`tahq.models.slice`), imported by name when they are needed.
+(`tahq.models.slice`), imported by name when they are needed. What changes the layers of a block (`memory`, kernels on
+CUDA) knows those of GPT-2 and of Llama; blocks of other layers run as they are.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tahq.errors import ModelError
 
@@ -31,6 +33,15 @@ def _window_by_layer_type(config: HfConfig, block: int) -> int | None:
     return config.sliding_window if kind == "sliding_attention" else None
 
 
+def _window_of_all(config: HfConfig, block: int) -> int | None:
+    window: int | None = config.sliding_window
+    return window
+
+
+def _root_of_hidden(config: HfConfig) -> float:
+    return math.sqrt(config.hidden_size)
+
+
 def _gpt2_block_weights(config: HfConfig) -> int:
     hidden = config.hidden_size
     inner = config.n_inner or 4 * hidden
@@ -47,11 +58,20 @@ def _llama_block_weights(config: HfConfig) -> int:
 class FamilyLayout:
     """One family: its classes in transformers, parameter names and configuration keys; the defaults are Llama's."""
 
-    name: str  # Of its package and modules: `transformers.models.<name>.modeling_<name>`
+    name: str  # `model_type` of config.json
     class_prefix: str  # `GPT2` of `GPT2Config`; endings of other classes follow
     window: Callable[[HfConfig, int], int | None] = lambda config, block: None
     """(configuration, block) -> positions that it attends to, its own included; None: all before it."""
+    package: str = ""  # Of its modules, `transformers.models.<package>.modeling_<package>`; "": its name
+    config_ending: str = "Config"
     lm_ending: str = "ForCausalLM"
+    layers_like: Literal["gpt2", "llama"] | None = "llama"
+    """The family whose layers a block has, in their order; None: no other's."""
+    embedding_scale: Callable[[HfConfig], float] | None = None
+    """Factor of the embedding's rows; None: 1."""
+    first_norm_weight: float = 1.0  # Before training; 0 where the layer adds 1
+    rotates_by_layer_type: bool = False
+    """Whether rotary tables are those of a block's `layer_types`."""
     block: str = "DecoderLayer"
     norm: str = "RMSNorm"
     rotary: str | None = "RotaryEmbedding"  # None: positions are learned
@@ -92,13 +112,15 @@ class FamilyLayout:
 
     def config_class(self) -> Any:
         """The family's configuration class; imports transformers (about a second)."""
-        module = importlib.import_module(f"transformers.models.{self.name}.configuration_{self.name}")
-        return getattr(module, f"{self.class_prefix}Config")
+        package = self.package or self.name
+        module = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+        return getattr(module, f"{self.class_prefix}{self.config_ending}")
 
     @property
     def modeling_module(self) -> str:
         """The name of the module of layers."""
-        return f"transformers.models.{self.name}.modeling_{self.name}"
+        package = self.package or self.name
+        return f"transformers.models.{package}.modeling_{package}"
 
     def modeling(self) -> Any:
         """The family's module of layers; imports much of transformers (about four seconds)."""
@@ -114,6 +136,7 @@ _GPT2 = FamilyLayout(
     name="gpt2",
     class_prefix="GPT2",
     lm_ending="LMHeadModel",
+    layers_like="gpt2",
     block="Block",
     norm="LayerNorm",
     rotary=None,
@@ -137,6 +160,8 @@ _GPT2 = FamilyLayout(
     block_weights=_gpt2_block_weights,
 )
 
+_GEMMA: dict[str, Any] = {"layers_like": None, "embedding_scale": _root_of_hidden, "first_norm_weight": 0.0}
+
 FAMILIES: Mapping[str, FamilyLayout] = {
     family.name: family
     for family in (
@@ -144,7 +169,17 @@ FAMILIES: Mapping[str, FamilyLayout] = {
         FamilyLayout("llama", "Llama"),
         FamilyLayout("qwen2", "Qwen2", _window_by_layer_type),
         FamilyLayout("qwen3", "Qwen3", _window_by_layer_type),
-        FamilyLayout("mistral", "Mistral", lambda config, block: config.sliding_window),
+        FamilyLayout("mistral", "Mistral", _window_of_all),
+        FamilyLayout("smollm3", "SmolLM3", _window_by_layer_type, layers_like=None),
+        FamilyLayout("olmo2", "Olmo2", layers_like=None),
+        FamilyLayout("phi3", "Phi3", _window_of_all, layers_like=None, dropouts=("attention_dropout", "resid_pdrop")),
+        FamilyLayout("gemma", "Gemma", **_GEMMA),
+        FamilyLayout("gemma2", "Gemma2", _window_by_layer_type, **_GEMMA),
+        FamilyLayout(
+            *("gemma3_text", "Gemma3", _window_by_layer_type, "gemma3", "TextConfig"),
+            rotates_by_layer_type=True,
+            **_GEMMA,
+        ),
     )
 }
 """`model.family`, and `model_type` of a folder's config.json -> the family."""

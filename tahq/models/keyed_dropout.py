@@ -113,15 +113,16 @@ def keyed_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """softmax(QKᵀ · scaling + mask) V, with dropout on the weights in training: [B, S, H, D], and no weights.
 
     `module`: transformers' attention, with the `attn_dropout` that `key_dropout` adds, and `attention_chunks` where
     `attend_in_chunks` was called. Query [B, H, S, D], key and value [B, K, S, D] with K dividing H. Mask: bool,
-    broadcast to [B, H, S, S]; None: causal. Scaling None: 1/√D.
+    broadcast to [B, H, S, S]; None: causal. Scaling None: 1/√D. With a `softcap` c the scores s become c · tanh(s / c).
     """
-    if dropout == 0.0:
+    if dropout == 0.0 and softcap is None:
         num_chunks: Any = getattr(module, "attention_chunks", 1)
         output = fused_attention(query, key, value, attention_mask, scaling, num_chunks)
         if output is not None:
@@ -134,6 +135,7 @@ def keyed_attention(
         attention_mask = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).tril()
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~attention_mask, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = module.attn_dropout(weights)  # type: ignore[operator]

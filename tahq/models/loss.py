@@ -44,6 +44,11 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
+def soft_capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """c · tanh(logits / c) with the cap c (Gemma 2); None: the logits."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +145,7 @@ def chunked_cross_entropy(
     num_chunks: int,
     divisor: float = 1.0,
     z_loss: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of hidden·weightᵀ, of which only the logits of one chunk of tokens exist at a time.
 
@@ -154,17 +160,18 @@ def chunked_cross_entropy(
         num_chunks: chunks of ⌈T / num_chunks⌉ tokens; the last one may be shorter.
         divisor: of the loss whose gradient is computed.
         z_loss: factor of lse².
+        cap: of `soft_capped`.
 
     Returns:
         As of `cross_entropy`.
     """
     if torch.is_grad_enabled():
-        loss, summed = _ChunkedCrossEntropy.apply(hidden, weight, labels, num_chunks, divisor, z_loss)  # type: ignore[no-untyped-call]
+        loss, summed = _ChunkedCrossEntropy.apply(hidden, weight, labels, num_chunks, divisor, z_loss, cap)  # type: ignore[no-untyped-call]
         return loss, summed
     dtype, summed = product_dtype(hidden), torch.zeros((), device=hidden.device)
     matrix = cast_weight(weight, dtype, shared_copies())
     for rows, of_rows in _chunks(hidden, labels, num_chunks):
-        summed += cross_entropy(linear(rows.to(dtype), matrix), of_rows)[1]
+        summed += cross_entropy(soft_capped(linear(rows.to(dtype), matrix), cap), of_rows)[1]
     return summed / divisor, summed
 
 
@@ -186,6 +193,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_chunks: int,
         divisor: float,
         z_loss: float,
+        cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = product_dtype(hidden)
         loss, summed = (torch.zeros((), device=hidden.device) for _ in range(2))
@@ -194,13 +202,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets = torch.split(of_hidden.view(-1, hidden.shape[-1]), len(parts[0][0]))
         for number, ((part, of_part), target) in enumerate(zip(parts, targets, strict=True), start=1):
             rows = part.to(dtype)
-            gradient, *sums = _differentiated(linear(rows, matrix), of_part, divisor, z_loss)
+            logits = soft_capped(linear(rows, matrix), cap)
+            slope = None if cap is None else 1 - (logits / cap).square()
+            gradient, *sums = _differentiated(logits, of_part, divisor, z_loss)
+            gradient = gradient if slope is None else gradient * slope
             loss += sums[0]
             summed += sums[1]
             target.copy_(gradient.mm(matrix))
             if weight.requires_grad:
                 accumulate_product(weight, gradient.t(), rows, is_whole=number == len(parts))
-            del gradient  # before the next chunk's logits
+            del gradient, logits  # before the next chunk's
         ctx.save_for_backward(of_hidden)
         ctx.mark_non_differentiable(summed)
         return loss / divisor, summed
@@ -208,4 +219,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (of_hidden,) = ctx.saved_tensors
-        return of_hidden * gradients[0], None, None, None, None, None
+        return of_hidden * gradients[0], *[None] * 6

@@ -201,7 +201,7 @@ def _check_overrides(overrides: Mapping[str, Any], layout: FamilyLayout, owned: 
         if key not in known:
             nearest = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ModelError(f"model.overrides.{key}: {layout.class_prefix}Config has no such key{hint}")
+            raise ModelError(f"model.overrides.{key}: {layout.config_class().__name__} has no such key{hint}")
         if aliases.get(key, key) in owned:
             raise ModelError(f"model.overrides.{key}: set it as a key of model itself, not in overrides")
 

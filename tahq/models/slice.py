@@ -50,7 +50,7 @@ from tahq.models.keyed_dropout import (
     register_attention,
     window_mask,
 )
-from tahq.models.loss import chunked_cross_entropy, cross_entropy
+from tahq.models.loss import chunked_cross_entropy, cross_entropy, soft_capped
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.weights import FilledWeight, FolderWeights, one_line
@@ -131,7 +131,8 @@ class ModelSlice(nn.Module):
         self.residual: torch.dtype | None = None
         self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
-        self._rotary: nn.Module | None = None
+        self._soft_cap: float | None = getattr(self._config, "final_logit_softcapping", None)
+        self._rotary: Callable[..., Any] | None = None
         self.attend_by(ATTENTION_NAME, keyed_attention)
         with torch.device("meta"):
             self._add_modules()
@@ -149,22 +150,30 @@ class ModelSlice(nn.Module):
         if self.parts.head:
             with self._products(hidden, self.deferred, shared_copies()):
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
-                hidden = self.lm_head(hidden) if self.loss_chunks == 1 else hidden
+                hidden = soft_capped(self.lm_head(hidden), self._soft_cap) if self.loss_chunks == 1 else hidden
         return hidden if self.num_pieces == 1 else hidden.view(*shape, -1)
 
     def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, S, C] before the slice's blocks to those behind them."""
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
-        shared: dict[str, Any] = {}
-        if self._rotary is not None and windows:
-            # tables stay fp32 beside a converted stream
-            like = hidden if self.residual is None else hidden.new_empty(0, dtype=torch.float32)
-            shared["position_embeddings"] = self._rotary(like, _position_ids(hidden))
-        for place, (window, block) in enumerate(zip(windows, self.blocks(), strict=True)):
-            run = partial(self._run, block, shared | {"attention_mask": masks[window]})
+        tables = self._rotary_tables(hidden)
+        for place, (index, window, block) in enumerate(zip(self.parts.blocks, windows, self.blocks(), strict=True)):
+            run = partial(self._run, block, tables(index) | {"attention_mask": masks[window]})
             hidden = run(hidden) if self.around_block is None else self.around_block(place, run, hidden)
         return hidden
+
+    def _rotary_tables(self, hidden: torch.Tensor) -> Callable[[int], dict[str, Any]]:
+        """The argument of each block with its rotary tables, of which there is one for each kind of block."""
+        if self._rotary is None or not self.parts.blocks:
+            return lambda index: {}
+        # tables stay fp32 beside a converted stream
+        like = hidden if self.residual is None else hidden.new_empty(0, dtype=torch.float32)
+        by_type, positions = self.spec.layout.rotates_by_layer_type, _position_ids(hidden)
+        kinds = [(self._config.layer_types[index],) if by_type else () for index in self.parts.blocks]
+        tables = {kind: {"position_embeddings": self._rotary(like, positions, *kind)} for kind in set(kinds)}
+        first = self.parts.blocks.start
+        return lambda index: tables[kinds[index - first]]
 
     def loss(self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of an output of the last slice, summed over labelled tokens.
@@ -173,7 +182,8 @@ class ModelSlice(nn.Module):
             It over `divisor` and with z-loss, for `backward`, which may overwrite `y`; and it itself, without a graph.
         """
         if self.loss_chunks > 1:
-            return chunked_cross_entropy(y, self.lm_head.weight, labels, self.loss_chunks, divisor, self.z_loss)
+            weight, chunks = self.lm_head.weight, self.loss_chunks
+            return chunked_cross_entropy(y, weight, labels, chunks, divisor, self.z_loss, self._soft_cap)
         return cross_entropy(y, labels, divisor, self.z_loss)
 
     def attend_by(self, name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
@@ -237,6 +247,8 @@ class ModelSlice(nn.Module):
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         layout = self.spec.layout
         hidden = self._rows(layout.embedding, tokens)
+        if layout.embedding_scale is not None:
+            hidden = hidden * layout.embedding_scale(self._config)
         if layout.positions is not None:
             hidden = hidden + self._rows(layout.positions, _position_ids(hidden))
         if layout.embedding_dropout is not None:
@@ -389,7 +401,7 @@ def random_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> t
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.full(shape, spec.layout.first_norm_weight)
     deviation = float(spec.hf_config.initializer_range)
     if name.endswith(spec.layout.residual_projections):
         deviation /= math.sqrt(2 * spec.num_layers)

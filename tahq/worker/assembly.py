@@ -19,7 +19,7 @@ from tahq.comm.control.messages import Assign, Hello, Plan
 from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import chunks_of, computes_in_bf16, loss_chunks, stage_estimate
+from tahq.config.stage_estimate import check_layers, chunks_of, computes_in_bf16, loss_chunks, stage_estimate
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
@@ -65,7 +65,9 @@ def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> Mo
     Where a tokenizer is needed, the size of its vocabulary is checked against the model's.
     """
     vocabulary = tokenizer_vocab_size or config.model.vocab_size or 1
-    return load_spec(config.model, vocab_size=vocabulary, seq_len=config.data.seq_len)
+    spec = load_spec(config.model, vocab_size=vocabulary, seq_len=config.data.seq_len)
+    check_layers(config, spec)
+    return spec
 
 
 def compute_device(config: ClusterConfig, stage: int, override: str | None) -> torch.device:
@@ -229,7 +231,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         store_inputs(module, config.memory.agoq, config.memory.agoq.bits_of(stage))
     if config.training.precision == "fp8":
         use_fp8_products(module, config.training.fp8)
-    elif config.memory.activations == "none" and not config.training.is_low_rank:
+    elif config.memory.activations == "none" and not config.training.is_low_rank and module.spec.layout.layers_like:
         module.graphs = BlockGraphs(module) if next(module.parameters()).is_cuda else None
 
 

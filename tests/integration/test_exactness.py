@@ -67,6 +67,14 @@ def test_stages_that_recompute_different_parts_give_the_plain_loop(tmp_path, sch
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=config["model"])))
 
 
+@pytest.mark.parametrize("family", ["olmo2", pytest.param("gemma2", marks=pytest.mark.acceptance)])
+def test_blocks_of_other_layers_are_recomputed_and_offloaded_to_the_bit(tmp_path, family):
+    model = {"family": family, "num_kv_heads": 1, "intermediate_size": 96}
+    memory = {"recompute": ["none", "block"], "offload": ["residual", "weights", "m"], "loss_chunks": 1}
+    config = tiny(model=model, pipeline={"stages": 2, "schedule": "zero-bubble"}, memory=memory)
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=model)))
+
+
 def test_z_loss_gives_the_plain_loop_that_adds_it_to_the_gradient_only(tmp_path, uncut):
     config = tiny(pipeline={"stages": 2}, training={"z_loss": 0.1})
     assert_equal_to_the_bit(launch(tmp_path, config), expected := plain(config))

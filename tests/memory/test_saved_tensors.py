@@ -23,6 +23,7 @@ from tahq.memory.saved_tensors import (
     saved_by_slice,
 )
 from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sharing_weight_copies
+from tahq.models.families import FAMILIES
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -63,6 +64,7 @@ def counted_copies(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) 
     return len(blocks) * copied_by_block(spec, shape) + (copied_by_head(spec, shape) if blocks.last else 0)
 
 
+OTHERS = [name for name, layout in FAMILIES.items() if layout.layers_like is None]
 RANGES = [BlockRange(0, 1, 3), BlockRange(1, 3, 3), BlockRange(0, 3, 3)]
 
 
@@ -88,6 +90,8 @@ every_range = pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "w
         ),
         ("gpt2", {}, BlockRange(1, 3, 3)),
         ("llama", {}, BlockRange(0, 3, 3)),
+        *((family, {"dropout": 0.1}, BlockRange(0, 2, 3)) for family in OTHERS),
+        *((family, {}, BlockRange(1, 3, 3)) for family in OTHERS if family != "olmo2"),
         ("gpt2", {"intermediate_size": 96, "max_seq_len": 64}, BlockRange(0, 3, 3)),
         ("gpt2", {"overrides": {"activation_function": "gelu_pytorch_tanh"}}, BlockRange(0, 2, 3)),
         *(("mistral", {"overrides": {"sliding_window": w}}, BlockRange(0, 2, 3)) for w in (16, SEQ_LEN, None)),
@@ -281,7 +285,7 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
 @pytest.mark.parametrize(
     ("family", "memory"),
     [
-        *((family, None) for family in ("gpt2", "llama", "qwen3")),
+        *((family, None) for family in ("gpt2", "llama", "qwen3", *OTHERS)),
         *(("llama", CoatConfig(backward_products=products)) for products in ("e5m2", "bf16")),
         *((family, AgoqConfig()) for family in ("gpt2", "llama", "qwen3")),
         ("mistral", AgoqConfig(bits=5, stored=("attention",))),

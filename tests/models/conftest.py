@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tahq.models import families
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -12,11 +13,19 @@ from tahq.models.slice import ModelSlice, build_slice
 
 SEQ_LEN = 12
 VOCAB_SIZE = 61
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
+FAMILIES = tuple(families.FAMILIES)
 # Windows shorter than the samples, so that masks are really made; qwen2 has both kinds of layers.
 OVERRIDES = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "mistral": {"sliding_window": 5},
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5},
+    "phi3": {"sliding_window": 5, "pad_token_id": 0},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 8,
+    },
 }
 
 

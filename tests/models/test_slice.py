@@ -43,7 +43,7 @@ def test_logits_and_gradients_equal_transformers(family, bounds, tiny_spec, toke
     spec = tiny_spec(family)
     slices = build_all(spec, bounds)
     spec.hf_config.tie_word_embeddings = False
-    spec.hf_config._attn_implementation = "sdpa"
+    spec.hf_config._attn_implementation = "eager" if family == "gemma2" else "sdpa"  # its scores are capped
     model = whole_model(spec)
     model.load_state_dict({name: p.detach() for name, p in parameters_of(slices).items()}, strict=True)
     logits, gradients = run(slices, tokens)

@@ -145,7 +145,7 @@ def model_numbers(
     """
     is_open = config.memory.recompute == "auto"
     every = []
-    for each in _memory_choices(config, offloads=offloads):
+    for each in _memory_choices(config, spec, offloads=offloads):
         option = _memory_option(each, spec, is_open=is_open, splits_backward=splits_backward, shares=shares)
         every.append(replace(option, stages=_stages(config, each)))
     some = BlockRange(*((1, 2, 3) if spec.num_layers > 2 else (0, 1, 1)))
@@ -164,13 +164,14 @@ def offloads(config: ClusterConfig, cluster: ClusterNumbers) -> bool:
     return _device(config) == "cuda" and any(host.host_link for host in cluster.hosts)
 
 
-def _memory_choices(config: ClusterConfig, *, offloads: bool) -> Iterator[ClusterConfig]:
+def _memory_choices(config: ClusterConfig, spec: ModelSpec, *, offloads: bool) -> Iterator[ClusterConfig]:
     """The configuration with each choice of what is open of `memory.recompute` and `memory.offload`, that which
     costs no time first; of those that the rest of it allows. Of lists by stage, with each of their entries."""
     memory = config.memory
     levels: list[Any] = [*dict.fromkeys(memory.recompute)] if _is_by_stage(config)[0] else [memory.recompute]
     if memory.recompute == "auto":
-        levels = list(REPEATED["cpu"]) if memory.activations == "none" else ["none", "block"]
+        has_levels = memory.activations == "none" and spec.layout.layers_like is not None
+        levels = list(REPEATED["cpu"]) if has_levels else ["none", "block"]
         levels = levels if config.emulate.sleep is None else ["none"]
     sets: list[Any] = [*dict.fromkeys(memory.offload)] if _is_by_stage(config)[1] else [memory.offload]
     if memory.offload == "auto":

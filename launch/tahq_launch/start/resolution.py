@@ -15,6 +15,7 @@ from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
+from tahq.config.stage_estimate import check_layers
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs
@@ -42,6 +43,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     _check_uplinks(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
+    check_layers(config, spec)
     ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
     vocabulary = {"vocab_size": spec.vocab_size} if config.model.path is None else {}
     model = config.model.model_copy(update=vocabulary)

@@ -93,7 +93,7 @@ class BlockOffload:
         self._kept: Kept = {}
         self._inner: list[torch.Tensor] = []
         """The residual stream within the block that computes, if it is kept."""
-        if self._keeps_stream and not module.checkpoint_blocks:
+        if self._keeps_stream and not module.checkpoint_blocks and module.spec.layout.layers_like is not None:
             for block in blocks:
                 _, second = filter(is_norm, block.children())
                 second.register_forward_hook(self._note)
