@@ -34,8 +34,8 @@ class DataConfig(Section):
     jsonl: Paths | None = None
     """Files with one object per line, `{"prompt": …, "response": …}`; the loss is on the response."""
     tokenizer: str = Field(default="bytes", min_length=1)
-    """`bytes` (one token per byte), a local Hugging Face folder, or a tokenizer.json. Not set beside `model.path`:
-    that folder's."""
+    """`bytes` (one token per byte), a local Hugging Face folder, a tokenizer.json, or a name on the Hub. Not set
+    beside `model.path`: that model's."""
     seq_len: int = Field(default=256, ge=1, le=2**24)
     """Tokens per sample. Not set: less where the model has fewer positions."""
     validation: float = Field(default=0.05, ge=0.0, lt=1.0)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: by bytes, or by a Hugging Face tokenizer from local files; nothing is ever downloaded.
+"""Text to token ids and back: by bytes, or by a Hugging Face tokenizer from files here or on the Hub.
 
 A tokenizer's `fingerprint` depends on its content alone, never on its path, so that workers on two machines can
 compare theirs. No beginning-of-text token is ever added: documents are joined, each followed by `end_of_document` where
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from tahq.data.config import DataConfig
 from tahq.data.sources import read_bytes
-from tahq.errors import DataError
+from tahq.errors import DataError, ModelError
+from tahq.hub import local_folder
 
 if TYPE_CHECKING:  # imported only when a tokenizer needs it
     import tokenizers
@@ -78,7 +79,10 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names; DataError if it cannot be read."""
     if config.tokenizer == "bytes":
         return BytesTokenizer()
-    return HuggingFaceTokenizer(Path(os.path.expanduser(config.tokenizer)))
+    try:
+        return HuggingFaceTokenizer(local_folder(config.tokenizer))
+    except ModelError as error:
+        raise DataError(str(error).replace("model.path", "data.tokenizer", 1)) from error
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -149,8 +153,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
         if not os.path.exists(path):  # Path.exists raises where a name is too long
             raise DataError(
-                f"data.tokenizer: no such folder: {path} (relative to {Path.cwd()}); tokenizers are local, "
-                "nothing is downloaded; `bytes` needs no folder"
+                f"data.tokenizer: no such folder: {path} (relative to {Path.cwd()}); "
+                "expected one, or a name on the Hub (OWNER/NAME); `bytes` needs none"
             )
         folder = path if path.is_dir() else path.parent
         vocabulary = [folder / name for name in _VOCABULARIES] if path.is_dir() else [path]

@@ -47,14 +47,15 @@ class SleepConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model: a local folder, or a family with sizes, whose weights are random.
+    """The model: a local folder, a name on the Hugging Face Hub, or a family with sizes, whose weights are random. A
+    text alone is its `path`.
 
-    Example: `model: {path: models/Qwen3-0.6B}` or `model: {family: gpt2, num_layers: 8, hidden_size: 256, num_heads:
-    8}`
+    Example: `model: Qwen/Qwen3-0.6B` or `model: {family: gpt2, num_layers: 8, hidden_size: 256, num_heads: 8}`
     """
 
     path: str | None = None
-    """Folder with a Hugging Face config.json and safetensors. It gives the sizes, so the keys from `family` to
+    """Folder with a Hugging Face config.json and safetensors, or a model on the Hub, `OWNER/NAME` or
+    `OWNER/NAME@REVISION`, of which each worker fetches what it needs. It gives the sizes, so the keys from `family` to
     `vocab_size` are then refused."""
     family: Family | None = None
     """Architecture. Required without `path`, as are the next three."""
@@ -80,6 +81,11 @@ class ModelConfig(Section):
     rounding."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the transformers configuration, such as `{activation_function: gelu_pytorch_tanh}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
     @field_validator("overrides")
     @classmethod

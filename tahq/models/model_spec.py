@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tahq.errors import ModelError, brief
+from tahq.hub import local_folder
 from tahq.models.config import ModelConfig
 from tahq.models.families import FAMILIES, FamilyLayout, HfConfig, head_dim, num_kv_heads
 from tahq.models.weights import FolderWeights, one_line, read_json
@@ -29,7 +30,8 @@ class ModelSpec:
 
     `tied`: the source model ties its head to its embedding, so tahq's two parameters start equal.
     `tie`: whether training keeps them equal (`sync`) or not (`untied`).
-    `folder`: where the weights are; None: they are random.
+    `folder`: of the configuration; None: it was made from sizes, and weights are random. `path`: of the weights, that
+    folder's or a name on the Hub.
     """
 
     family: str
@@ -41,6 +43,7 @@ class ModelSpec:
     tie: Literal["untied", "sync"]
     folder: Path | None
     hf_config: HfConfig
+    path: str = ""
 
     @property
     def layout(self) -> FamilyLayout:
@@ -59,13 +62,14 @@ def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weigh
             a vocabulary smaller than the tokenizer's or, in a folder, much larger, or samples longer than the model's
             positions.
     """
-    folder = None if config.path is None else Path(config.path)
-    if folder is None:
+    if config.path is None:
+        folder = None
         layout, hf_config = _config_from_sizes(config, vocab_size=vocab_size, seq_len=seq_len)
     else:
+        folder = local_folder(config.path)
         layout, hf_config = _config_from_folder(config, folder)
         if needs_weights:
-            FolderWeights.find(folder, trunk=layout.trunk)
+            FolderWeights.find(config.path, trunk=layout.trunk)
     spec = ModelSpec(
         family=layout.name,
         num_layers=hf_config.num_hidden_layers,
@@ -76,6 +80,7 @@ def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weigh
         tie=config.tie,
         folder=folder,
         hf_config=hf_config,
+        path=config.path or "",
     )
     _check_fits(spec, config, vocab_size, seq_len)
     return spec
@@ -130,11 +135,10 @@ def _config_from_sizes(config: ModelConfig, *, vocab_size: int, seq_len: int) ->
 
 
 def require_folder(folder: Path) -> None:
-    """Raise ModelError if the model's folder does not exist, which may be a name on the Hugging Face Hub."""
+    """Raise ModelError if the model's folder does not exist."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         raise ModelError(
-            f"model.path {brief(str(folder))} is not a folder here; models by their name on the Hugging Face Hub are "
-            "not supported yet: download it first (hf download NAME --local-dir FOLDER)"
+            f"model.path {brief(str(folder))} is not a folder here, nor a name on the Hugging Face Hub (OWNER/NAME)"
         )
 
 

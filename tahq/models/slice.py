@@ -380,7 +380,9 @@ def fill_weights(
     """
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
     if spec.folder is not None:
-        FolderWeights.find(spec.folder, spec.layout.trunk).read_into(parameters, sources, filled)
+        found = FolderWeights.find(spec.path, spec.layout.trunk)
+        found.fetch((sources.get(name, name) for name in parameters), lambda *_: None)
+        found.read_into(parameters, sources, filled)
         return
     threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MOST_DRAWN)
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""Weights from a local folder of safetensors: only the requested tensors are read.
+"""Weights from a folder of safetensors: only the requested tensors are read, and of the Hub only their files fetched.
 
 A folder has `model.safetensors`, or shards and `model.safetensors.index.json`. Each tensor is copied out of the
 memory-mapped file into the caller's memory and converted to its dtype. Pickled weights (`.bin`) are never opened,
@@ -7,8 +7,9 @@ because unpickling runs code from the file.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tahq.errors import ModelError
+from tahq.hub import download, is_hub_name, local_folder, weight_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,29 +62,42 @@ class FilledWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FolderWeights:
-    """Names of a folder's tensors, and the file that each is in."""
+    """Names of a folder's tensors, and the file that each is in; `path`: the folder's, or a name on the Hub."""
 
+    path: str
     folder: Path
     trunk: str
     file_of: Mapping[str, str]
 
     @classmethod
-    def find(cls, folder: Path, trunk: str) -> "FolderWeights":
+    def find(cls, path: str, trunk: str) -> "FolderWeights":
         """Read the index, or the single file's header; names may lack the prefix `trunk` (`transformer`, `model`).
 
         ModelError if there are no safetensors, or the index is damaged or names missing files.
         """
+        folder, is_on_hub = local_folder(path), is_hub_name(path)
         if (folder / INDEX_FILE).exists():
-            return cls(folder, trunk, _read_index(folder))
+            return cls(path, folder, trunk, _read_index(folder, has_all=not is_on_hub))
+        if is_on_hub:
+            return cls(path, folder, trunk, weight_files(path, SINGLE_FILE))
         if (folder / SINGLE_FILE).exists():
             with _opened(folder / SINGLE_FILE) as handle:
-                return cls(folder, trunk, dict.fromkeys(handle.keys(), SINGLE_FILE))
+                return cls(path, folder, trunk, dict.fromkeys(handle.keys(), SINGLE_FILE))
         if any(folder.glob("*.bin")):
             raise ModelError(
                 f"{folder} has pickled weights (.bin), which tahq never opens; convert them to safetensors, "
                 "for example with save_pretrained of transformers"
             )
         raise ModelError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def fetch(self, names: Iterable[str], told: Callable[[str, int, int], None]) -> None:
+        """Download the files of these tensors, by canonical name, from the Hub, unless they are here.
+
+        `told` is called with a file's name, the bytes of it that are here, and all of them.
+        """
+        for file in sorted({self.file_of[self._stored_name(name)] for name in names}):
+            if not (self.folder / file).exists() and is_hub_name(self.path):
+                download(self.path, file, partial(told, file))
 
     def read_into(
         self,
@@ -113,14 +128,14 @@ class FolderWeights:
         raise ModelError(f"{self.folder} has no tensor {name}; its config.json describes another model")
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def _read_index(folder: Path, *, has_all: bool) -> dict[str, str]:
     path = folder / INDEX_FILE
     try:
         file_of = dict(read_json(path, _MAX_INDEX_NBYTES)["weight_map"])
     except (ModelError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is not an index of safetensors: {one_line(error)}") from error
     for file in sorted({str(file) for file in file_of.values()}):
-        if Path(file).name != file or not (folder / file).is_file():
+        if Path(file).name != file or (has_all and not (folder / file).is_file()):
             raise ModelError(f"{path} names {file}, which is not a file in {folder}")
     return file_of
 

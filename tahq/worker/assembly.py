@@ -43,7 +43,8 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import SleepingSlice
-from tahq.models.slice import ModelSlice, Parts, build_slice, slice_parameters
+from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, build_slice, slice_parameters
+from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
 from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of
@@ -52,7 +53,7 @@ from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan
 from tahq.pipeline.weight_loans import SharedBlock
-from tahq.units import counted
+from tahq.units import counted, format_size
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -235,6 +236,18 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         module.graphs = BlockGraphs(module) if next(module.parameters()).is_cuda else None
 
 
+def _fetch_weights(spec: ModelSpec, ranges: list[BlockRange], working: Callable[[str], None]) -> None:
+    """Download the files of these blocks' weights, if the model is on the Hub."""
+    names = {name for blocks in ranges for name in slice_parameters(spec, blocks)}
+    if spec.tied and HEAD_WEIGHT in names:
+        names = names - {HEAD_WEIGHT} | {spec.layout.embedding_weight}
+
+    def told(file: str, done: int, whole: int) -> None:
+        working(f"downloading {file}, {format_size(done)} of {format_size(whole)}")
+
+    FolderWeights.find(spec.path, spec.layout.trunk).fetch(names, told)
+
+
 # -- the stage ---------------------------------------------------------------------------------------
 
 
@@ -288,6 +301,8 @@ class Assembly:
         random = RandomContext(config.run.seed)
         chunks, ranges = chunks_of(config, stage), block_ranges(config, spec)
         num_weights = sum(shape.numel() for c in chunks for shape in slice_parameters(spec, ranges[c]).values())
+        if spec.path:
+            _fetch_weights(spec, [ranges[chunk] for chunk in chunks], working)
         filled = counted(working, "building the model" if spec.folder is None else "loading weights", 4 * num_weights)
         modules = {
             chunk: chunk_module(

@@ -157,9 +157,9 @@ CABEL = {"hosts": "namespaces", "links": {"profile": "cabel"}}
         ({}, overrides("training.stepz=4"), ["did you mean steps?"]),
         ({}, overrides("data.tokenizer=nope"), ["--set data.tokenizer=nope: data.tokenizer: no such folder"]),
         (
-            {"model": {"path": "Qwen/Qwen2.5-0.5B"}},
+            {"model": {"path": "Qwen2.5-0.5B"}},
             [],
-            ["model.path Qwen/Qwen2.5-0.5B", "the Hugging Face Hub are not supported yet"],
+            ["model.path Qwen2.5-0.5B is not a folder here, nor a name on the Hugging Face Hub (OWNER/NAME)"],
         ),
         ({}, ["--resume"], ["runs/tiny", "no checkpoint"]),
         ({"hosts": HOSTS}, [], ["run.bind is 127.0.0.1:0", "192.0.2.7", "run.advertise"]),

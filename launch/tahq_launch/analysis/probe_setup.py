@@ -133,7 +133,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         weights = f"the run's after {start_step} steps"
     elif request.weights is not None:
         weights = f"from {request.weights}"
-        found = FolderWeights.find(request.weights, spec.layout.trunk)
+        found = FolderWeights.find(str(request.weights), spec.layout.trunk)
         tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
         found.read_into(model.parameters, tied)
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)

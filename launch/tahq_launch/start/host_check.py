@@ -162,6 +162,7 @@ def stage_checks(
     `any_is_end`: a plan may put this machine at an end of the pipeline, where it reads data.
     """
     from tahq.errors import DataError, ModelError
+    from tahq.hub import is_hub_name
     from tahq_launch.start.local_checks import check_stage, is_end
 
     host = config.hosts[stage] if isinstance(config.hosts, list) else None
@@ -170,8 +171,12 @@ def stage_checks(
     for error in check_stage(config, stage, reads_data=reads_data):
         if isinstance(error, ModelError):
             missing.add("model")
-            remedy = copy_command(host, [config.model.path or ""])
-            yield fault("model", str(error), f"{remedy}, or correct model.path", fix="copy-model")
+            path = config.model.path or ""
+            if is_hub_name(path):
+                yield fault("model", str(error), "give that host access to the Hub, or correct model.path")
+            else:
+                remedy = copy_command(host, [path])
+                yield fault("model", str(error), f"{remedy}, or correct model.path", fix="copy-model")
         elif isinstance(error, DataError):
             missing.add("data")
             yield fault(

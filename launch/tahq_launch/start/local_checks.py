@@ -15,6 +15,7 @@ from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import STDLIB, as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
+from tahq.hub import is_hub_name, local_folder
 from tahq_launch.trackers import check_trackers
 
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -37,8 +38,9 @@ def check_local(config: ClusterConfig) -> None:
 def files_needed(config: ClusterConfig) -> dict[str, list[str]]:
     """Files that workers read, by key: the model's on all of them, the others on the first and the last stage."""
     model, data = config.model.path, config.data
-    needed = {"model.path": [model] if model is not None else []}
-    needed["data.tokenizer"] = [data.tokenizer] if data.tokenizer not in ("bytes", model) else []
+    needed = {"model.path": [model] if model is not None and not is_hub_name(model) else []}
+    is_file = data.tokenizer not in ("bytes", model) and not is_hub_name(data.tokenizer)
+    needed["data.tokenizer"] = [data.tokenizer] if is_file else []
     for key in _SUFFIXES:
         patterns = as_patterns(getattr(data, key) or ())
         needed[f"data.{key}"] = [pattern for pattern in patterns if (key, pattern) != ("text", STDLIB)]
@@ -52,8 +54,12 @@ def is_end(config: ClusterConfig, stage: int) -> bool:
 
 def check_stage(config: ClusterConfig, stage: int, *, reads_data: bool) -> Iterator[UserError]:
     """What a worker of this stage would miss on this machine: its device, the model's folder, the data."""
-    if config.model.path is not None and not Path(config.model.path).expanduser().is_dir():
-        yield ModelError(f"model.path: no such folder: {config.model.path} (relative to {Path.cwd()})")
+    if config.model.path is not None:
+        try:
+            if not local_folder(config.model.path).is_dir():
+                yield ModelError(f"model.path: no such folder: {config.model.path} (relative to {Path.cwd()})")
+        except ModelError as error:
+            yield error
     try:
         if reads_data:
             for key, suffix in _SUFFIXES.items():

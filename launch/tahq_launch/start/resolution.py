@@ -18,6 +18,7 @@ from tahq.config.file import resolve
 from tahq.config.stage_estimate import check_layers
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
+from tahq.hub import local_folder, pinned
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import load_spec, require_folder
 from tahq.models.partition import divide
@@ -31,13 +32,13 @@ log = logging.getLogger(__name__)
 def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with every value that machines could choose differently filled in.
 
-    Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `data.seq_len` as far as a folder's
-    model has positions, `pipeline.layers`, divided by counted cost, and the figures of `emulate.profile` and
-    `links.measured`. Resolving twice changes nothing. UserError if profile, caps, tokenizer or model do not fit the
-    rest.
+    Beyond `tahq.config.file.resolve`: the commits of what is on the Hub, `model.vocab_size` (unless a folder has it),
+    `data.seq_len` as far as a folder's model has positions, `pipeline.layers`, divided by counted cost, and the figures
+    of `emulate.profile` and `links.measured`. Resolving twice changes nothing. UserError if profile, caps, tokenizer or
+    model do not fit the rest.
     """
-    if config.model.path is not None:  # before its tokenizer, so that the message names this key
-        require_folder(Path(config.model.path))
+    config = _pinned(config)
+    if config.model.path is not None:
         config = _with_samples_that_fit(config)
     config = resolve(with_measured(with_profile(config)))
     _check_uplinks(config)
@@ -61,6 +62,16 @@ def _with_samples_that_fit(config: ClusterConfig) -> ClusterConfig:
     values = config.model_dump(mode="json", exclude_unset=True)
     values["data"]["seq_len"] = longest
     return validated(ClusterConfig, values, Origins(f"with the {longest} positions of {config.model.path}"))
+
+
+def _pinned(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the present commits of model and tokenizer, if they are on the Hub."""
+    model, data = config.model, config.data
+    if model.path is not None:  # before its tokenizer, so that the message names this key
+        model = model.model_copy(update={"path": pinned(model.path)})
+        require_folder(local_folder(model.path or ""))
+    data = data.model_copy(update={"tokenizer": pinned(data.tokenizer)})
+    return config.model_copy(update={"model": model, "data": data})
 
 
 def _check_uplinks(config: ClusterConfig) -> None:
