@@ -54,7 +54,7 @@ _OTHER_NAMES = {
     "data.seq_len, in tokens": "sequence_len max_seq_length max_length block_size seq_length context_length cutoff_len",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "data.validation, a share of the data": "val_set_size validation_split",
-    "model.path, a local folder or a name on the Hub": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
+    "model.path, a folder or Hub name": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
     "data.text, data.tokens or data.jsonl, local files": "datasets dataset dataset_name train_file",
     "data.jsonl with prompt and response; chat data is not supported yet": "messages conversations chat_template",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
