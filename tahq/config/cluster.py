@@ -56,7 +56,7 @@ _OTHER_NAMES = {
     "data.validation, a share of the data": "val_set_size validation_split",
     "model.path, a folder or Hub name": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
     "data.text, data.tokens or data.jsonl, local files": "datasets dataset dataset_name train_file",
-    "data.jsonl with prompt and response; chat data is not supported yet": "messages conversations chat_template",
+    "data.jsonl, whose lines may be chats; the template is the tokenizer's": "messages conversations chat_template",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
     "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",
     "run.trackers, such as [wandb]": "report_to wandb use_wandb tensorboard",

@@ -32,7 +32,8 @@ class DataConfig(Section):
     tokens_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of an id in the token files, little-endian."""
     jsonl: Paths | None = None
-    """Files with one object per line, `{"prompt": …, "response": …}`; the loss is on the response."""
+    """Files with one object per line: prompt and response, instruction, input and output, messages, or text. The loss
+    is on responses."""
     tokenizer: str = Field(default="bytes", min_length=1)
     """`bytes` (one token per byte), a local Hugging Face folder, a tokenizer.json, or a name on the Hub. Not set
     beside `model.path`: that model's."""

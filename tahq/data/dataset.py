@@ -1,11 +1,12 @@
 """Samples of `seq_len` tokens with their labels, numbered: training first, then validation.
 
 labels[b, s] is the token that follows tokens[b, s], or −100 where there is no loss. Samples of text and token files are
-consecutive windows: each token is an input once and a label once. Each pair of JSON Lines files is one sample, cut at
-`seq_len` or padded at its end (harmless under a causal mask, and without loss): the tokens of the prompt, those of the
-response, and the end-of-document token, if the tokenizer has one. An empty prompt is replaced by the end-of-document
-token, so that the first token of the response follows something; without such a token, that first token counts as the
-prompt. The two are tokenised separately and joined without a separator: a space between them belongs to one of them.
+consecutive windows: each token is an input once and a label once. Each record of JSON Lines files (`records.py`) is one
+sample, cut at `seq_len` or padded at its end (harmless under a causal mask, and without loss): the tokens of its parts,
+and behind a response the end-of-document token, if the tokenizer has one. An empty prompt is replaced by the
+end-of-document token, so that the first token of the response follows something; without such a token, that first token
+counts as the prompt. Parts are tokenised separately and joined without a separator: a space between them belongs to one
+of them.
 
 The split into training and validation depends on the size of the data and the share held out only, not on seed or
 sequence length: a run resumed with other values of these never trains on its validation data. Tokens are divided into
@@ -19,14 +20,15 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tahq.data.config import DataConfig
-from tahq.data.sources import FoundFile, as_patterns, find_files, hash_documents, read_bytes, read_documents
+from tahq.data.records import Record, read_records
+from tahq.data.sources import as_patterns, find_files, hash_documents, read_documents
 from tahq.data.token_stream import TokenStream, cached_tokens, check_vocabulary, hash_token_files, open_token_files
 from tahq.data.tokenizer import TokenArray, Tokenizer, token_dtype
 from tahq.errors import DataError
@@ -77,7 +79,7 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
         dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
         files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
-        dataset = PairDataset(_read_pairs(files), config, tokenizer)
+        dataset = RecordDataset(read_records(files, tokenizer.chat_template), config, tokenizer)
     if config.validation > 0 and dataset.num_validation_samples == 0:
         _log.warning(
             "data.validation: a share of %g of so little data is less than one sample, so nothing is held out",
@@ -162,111 +164,104 @@ class WindowDataset(Dataset):
         return tokens
 
 
-class TextPair(NamedTuple):
-    """A line of a file."""
+class RecordDataset(Dataset):
+    """Records of texts, one per sample, with loss on some of their parts.
 
-    prompt: str
-    response: str
-    place: str  # ``file:line``, for messages
-
-
-def _read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
-    """Every pair of JSON Lines files, in order; blank lines and other keys are skipped."""
-    pairs = [
-        _parse_line(line, f"{file.path}:{number}")
-        for file in files
-        for number, line in enumerate(read_bytes(file.path).split(b"\n"), start=1)
-        if line.strip()
-    ]
-    if not pairs:
-        raise DataError(f"data.jsonl: all lines of {len(files)} files are empty, first {files[0].path}")
-    return pairs
-
-
-def _parse_line(line: bytes, place: str) -> TextPair:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: expected an object with prompt and response, got {type(record).__name__}")
-    return TextPair(_text_of(record, "prompt", place), _text_of(record, "response", place), place)
-
-
-def _text_of(record: dict[str, object], key: str, place: str) -> str:
-    if key not in record:
-        keys = ", ".join(map(repr, record)) or "none"
-        is_chat = not record.keys().isdisjoint(("messages", "conversations"))
-        chat = "; chat data is not supported yet" if is_chat else ""
-        raise DataError(f"{place}: no key {key!r}, only {keys}; a line needs prompt and response{chat}")
-    value = record[key]
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {key} must be a string, got {type(value).__name__}")
-    if "\0" in value:
-        raise DataError(f"{place}: {key} holds a NUL character; remove it")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: {key} holds half a surrogate pair at character {error.start}") from error
-    return value
-
-
-class PairDataset(Dataset):
-    """Prompts and responses, one pair per sample, with loss on the response and the end after it.
-
-    The tokens of all pairs lie end to end: pair i is tokens[starts[i]:starts[i + 1]], its first prompt_lens[i] the
-    prompt.
+    The tokens of all records lie end to end, each with whether it is a label with loss: record i is
+    tokens[starts[i]:starts[i + 1]].
     """
 
-    def __init__(self, texts: Sequence[TextPair], config: DataConfig, tokenizer: Tokenizer) -> None:
-        content_hash = hash_documents(text for pair in texts for text in (pair.prompt, pair.response))
-        super().__init__("pairs", content_hash, config, tokenizer)
+    def __init__(self, records: Sequence[Record], config: DataConfig, tokenizer: Tokenizer) -> None:
+        are_pairs = all(len(each.parts) == 2 and each.ends for each in records)
+        texts = (text for each in records for text in _hashed(each, are_pairs=are_pairs))
+        super().__init__("pairs" if are_pairs else "records", hash_documents(texts), config, tokenizer)
         self._filler = tokenizer.end_of_document or 0
-        self._encode(texts, tokenizer)
+        self._encode(records, tokenizer)
         lengths = np.diff(self._starts)
-        # with at least one token of the response among the labels
-        usable = (self._prompt_lens <= self.seq_len) & (lengths > self._prompt_lens)
-        held_out = np.zeros(len(texts), dtype=bool)
-        held_out[split_records(len(texts), config.validation)] = True
+        # with at least one token with loss among the labels
+        begins = [np.flatnonzero(self._scored[a:b]) for a, b in pairwise(self._starts)]
+        first = np.array([each[0] if len(each) else self.seq_len + 1 for each in begins])
+        last = np.array([each[-1] if len(each) else 0 for each in begins])
+        usable = first <= self.seq_len
+        held_out = np.zeros(len(records), dtype=bool)
+        held_out[split_records(len(records), config.validation)] = True
         training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
         self._order = np.concatenate([training, validation])
         self.num_train_samples, self.num_validation_samples = len(training), len(validation)
         if not self.num_train_samples:
             raise DataError(
-                f"none of {len(texts)} pairs is left to train on: {int(usable.sum())} have a response that begins "
+                f"none of {len(records)} records is left to train on: {int(usable.sum())} have a response that begins "
                 f"within seq_len {self.seq_len}, and {len(validation)} of these are held out for validation"
             )
         if not usable.all():
             _log.warning(
-                "%d of %d pairs are left out, because their prompt fills seq_len %d or their response is empty; "
-                "first %s", (~usable).sum(), len(texts), self.seq_len, texts[int(usable.argmin())].place,
+                "%d of %d records are left out, because their prompt fills seq_len %d or their response is empty; "
+                "first %s", (~usable).sum(), len(records), self.seq_len, records[int(usable.argmin())].place,
             )  # fmt: skip
-        if num_cut := int((usable & (lengths > self.seq_len + 1)).sum()):
-            _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(texts), self.seq_len)
+        if num_cut := int((usable & (last > self.seq_len) & (lengths > self.seq_len + 1)).sum()):
+            _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(records), self.seq_len)
 
-    def _encode(self, texts: Sequence[TextPair], tokenizer: Tokenizer) -> None:
-        end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
-        prompts = tokenizer.encode_all([pair.prompt for pair in texts])
-        responses = tokenizer.encode_all([pair.response for pair in texts])
-        ending = np.array(end, dtype=prompts[0].dtype)
-        rows = [
-            (prompt if len(prompt) else ending, response, ending)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        self._tokens = np.concatenate([part for row in rows for part in row])
-        self._starts = np.cumsum([0, *(sum(map(len, row)) for row in rows)], dtype=np.int64)
-        self._prompt_lens = np.array([max(len(row[0]), 1) for row in rows], dtype=np.int64)
+    def _encode(self, records: Sequence[Record], tokenizer: Tokenizer) -> None:
+        encoded = iter(tokenizer.encode_all([part.text for each in records for part in each.parts]))
+        ending = np.array([tokenizer.end_of_document or 0], dtype=token_dtype(tokenizer.vocab_size))
+        has_end = tokenizer.end_of_document is not None
+        tokens: list[TokenArray] = []
+        scored: list[npt.NDArray[np.bool_]] = []
+        starts = [0]
+        for record in records:
+            rows = [(next(encoded), part.is_scored) for part in record.parts]
+            if has_end and not len(rows[0][0]):
+                rows[0] = (ending, False)  # so that the first token with loss follows something
+            if has_end and record.ends:
+                rows.append((ending, True))
+            own = [np.full(len(row), is_scored) for row, is_scored in rows]
+            next(each for each in (*own, np.zeros(1, bool)) if len(each))[0] = False  # which nothing precedes
+            tokens += [row for row, _ in rows]
+            scored += own
+            starts.append(starts[-1] + sum(map(len, own)))
+        self._tokens, self._scored = np.concatenate(tokens), np.concatenate(scored)
+        self._starts = np.array(starts, dtype=np.int64)
 
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
         """See `Dataset.gather`."""
         tokens = np.full((len(sample_ids), self.seq_len), self._filler, dtype=np.int64)
         labels = np.full_like(tokens, NO_LOSS)
         for row, number in enumerate(self._order[sample_ids]):
-            pair = self._tokens[self._starts[number] : self._starts[number + 1]][: self.seq_len + 1]
-            scored_from = self._prompt_lens[number] - 1
-            tokens[row, : min(len(pair), self.seq_len)] = pair[: self.seq_len]
-            labels[row, scored_from : len(pair) - 1] = pair[scored_from + 1 :]
+            here = slice(self._starts[number], min(self._starts[number + 1], self._starts[number] + self.seq_len + 1))
+            own, scored = self._tokens[here].astype(np.int64), self._scored[here]
+            tokens[row, : min(len(own), self.seq_len)] = own[: self.seq_len]
+            labels[row, : len(own) - 1] = np.where(scored[1:], own[1:], NO_LOSS)
         return tokens, labels
+
+
+def _hashed(record: Record, *, are_pairs: bool) -> list[str]:
+    """What tells a record from others; that of prompts and responses as before there were others."""
+    if are_pairs:
+        return [part.text for part in record.parts]
+    return [json.dumps([record.parts, record.ends])]
+
+
+def shown_samples(config: DataConfig, tokenizer: Tokenizer, count: int = 3) -> list[str]:
+    """The first samples of JSON Lines files as the model sees them; what has no loss is in ⟦brackets⟧.
+
+    DataError as of `load_dataset`.
+    """
+    files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
+    records = read_records(files, tokenizer.chat_template, count)
+    dataset = RecordDataset(records, config.model_copy(update={"validation": 0.0}), tokenizer)
+    tokens, labels = dataset.gather(np.arange(dataset.num_train_samples))
+    return [_shown(*row, tokenizer) for row in zip(tokens, labels, strict=True)]
+
+
+def _shown(tokens: I64, labels: I64, tokenizer: Tokenizer) -> str:
+    """A sample's text; its last label is the token behind it."""
+    scored = labels != NO_LOSS
+    length = int(scored.nonzero()[0][-1]) + 1
+    whole = [*tokens[:length].tolist(), int(labels[length - 1])]
+    has_loss = [False, *scored[:length].tolist()]
+    runs = [[*run] for _, run in groupby(zip(whole, has_loss, strict=True), key=lambda each: each[1])]
+    texts = [(tokenizer.decode(token for token, _ in run), run[0][1]) for run in runs]
+    return "".join(text if has_loss else f"⟦{text}⟧" for text, has_loss in texts)
 
 
 def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tahq.data.config import DataConfig
+from tahq.data.records import ChatTemplate
 from tahq.data.sources import read_bytes
 from tahq.errors import DataError, ModelError
 from tahq.hub import local_folder
@@ -56,6 +57,7 @@ class Tokenizer(ABC):
     vocab_size: int  # One above the highest id
     end_of_document: int | None  # The id put after each document; None: the tokenizer has none
     fingerprint: str  # Hex hash of the tokenizer's content
+    chat_template: ChatTemplate | None = None
     cache_key: str | None  # A key under which encodings may be cached; None: encoding is cheaper than reading a cache
 
     @abstractmethod
@@ -171,6 +173,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.end_of_document = None if self._eos is None else vocab[self._eos]
         self.fingerprint = _fingerprint(self._files, self.vocab_size, self._eos)
+        self.chat_template = _chat_template(folder, self._backend)
         self.cache_key = f"{self.fingerprint} tokenizers {tokenizers.__version__}"
 
     def encode(self, text: str) -> TokenArray:
@@ -269,6 +272,15 @@ def _find_eos(folder: Path, vocab: dict[str, int]) -> str | None:
         if isinstance(token, str) and token in vocab:
             return token
     return next((token for token in _USUAL_EOS if token in vocab), None)
+
+
+def _chat_template(folder: Path, backend: "tokenizers.Tokenizer") -> ChatTemplate | None:
+    settings, file = _read_object(folder / _SETTINGS[0]), folder / _EXTRAS[0]
+    template = read_bytes(file).decode() if file.is_file() else settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {each.get("name"): each.get("template") for each in template}.get("default")
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    return ChatTemplate(template, settings, special) if isinstance(template, str) else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

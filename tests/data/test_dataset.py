@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import PairDataset, Region, TextPair, WindowIndex, load_dataset, split_records, split_tokens
+from tahq.data.dataset import RecordDataset, Region, WindowIndex, load_dataset, split_records, split_tokens
+from tahq.data.records import Part, Record
 from tahq.data.tokenizer import BytesTokenizer, load_tokenizer
 from tahq.errors import DataError
 
@@ -174,14 +175,14 @@ def test_pair_without_room_for_its_response_is_left_out_with_its_line(load, capl
     with caplog.at_level(logging.WARNING):
         dataset = load([pair("a", "b"), pair("abcde", "x"), pair("c", "d")], seq_len=4)
     assert dataset.num_train_samples == 2
-    assert "1 of 3 pairs are left out, because their prompt fills seq_len 4 or their response is empty" in caplog.text
+    assert "1 of 3 records are left out, because their prompt fills seq_len 4 or their response is empty" in caplog.text
     assert "pairs.jsonl:2" in caplog.text
     assert dataset.gather(np.array([1]))[0][0, 0] == ord("c")
 
 
 def test_no_pair_left_is_refused_with_numbers(load):
     with pytest.raises(
-        DataError, match="none of 3 pairs is left to train on: 0 have a response that begins within seq_len 4"
+        DataError, match="none of 3 records is left to train on: 0 have a response that begins within seq_len 4"
     ):
         load([pair("abcde", "x")] * 3, seq_len=4, validation=0.05)
 
@@ -198,7 +199,7 @@ class Endless(BytesTokenizer):
 def test_labels_are_the_response_after_the_prompt_for_any_pairs(pairs, seq_len, endless):
     tokenizer = Endless() if endless else BytesTokenizer()
     end = [] if endless else [0]
-    texts = [TextPair(*pair, place="") for pair in pairs]
+    records = [Record((Part(prompt, False), Part(response, True)), True, "") for prompt, response in pairs]
     config = DataConfig(jsonl="x", seq_len=seq_len, validation=0.0)
     expected = []
     for prompt, response in pairs:
@@ -210,9 +211,9 @@ def test_labels_are_the_response_after_the_prompt_for_any_pairs(pairs, seq_len, 
             expected.append(((whole + [0] * seq_len)[:seq_len], row))
     if not expected:
         with pytest.raises(DataError, match="left to train on"):
-            PairDataset(texts, config, tokenizer)
+            RecordDataset(records, config, tokenizer)
         return
-    dataset = PairDataset(texts, config, tokenizer)
+    dataset = RecordDataset(records, config, tokenizer)
     tokens, labels = dataset.gather(np.arange(dataset.num_train_samples))
     assert list(zip(tokens.tolist(), labels.tolist(), strict=True)) == expected
 
@@ -242,9 +243,11 @@ def test_same_pairs_are_held_out_for_every_seq_len(load):
     ("line", "problem"),
     [
         ("{", "not JSON"),
-        ("[1]", "expected an object with prompt and response, got list"),
+        ("[1]", "expected an object with prompt and response, .*; got list"),
         ('{"prompt": "a", "answer": "b"}', "no key 'response', only 'prompt', 'answer'"),
-        ('{"messages": []}', "no key 'prompt', only 'messages'; a line .* chat data is not supported yet"),
+        ('{"messages": []}', "a chat needs a tokenizer with a chat template"),
+        ('{"instruction": "a"}', "no key 'output', only 'instruction'"),
+        ('{"text": 1}', "text must be a string, got int"),
         ('{"prompt": 1, "response": "b"}', "prompt must be a string, got int"),
         ('{"prompt": "a\\u0000", "response": "b"}', "prompt holds a NUL"),
         ('{"prompt": "a", "response": "b\\ud800"}', "half a surrogate pair at character 1"),

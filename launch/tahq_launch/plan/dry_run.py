@@ -17,9 +17,9 @@ from tahq.comm.link.frame import Direction
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import chunks_of, computes_in_bf16, memory_lines, stage_estimate, with_memory_choices
-from tahq.data.dataset import load_dataset
+from tahq.data.dataset import load_dataset, shown_samples
 from tahq.data.tokenizer import load_tokenizer
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, DataError
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
@@ -90,7 +90,14 @@ class _DryRun:
         self.relaying = Relaying.of(config, figures)
 
     def text(self) -> str:
-        parts = [self._header(), self._layers(), self._memory(), describe_network(self.config), self._links()]
+        parts = [
+            self._header(),
+            self._samples(),
+            self._layers(),
+            self._memory(),
+            describe_network(self.config),
+            self._links(),
+        ]
         parts += [
             codec_memory(self.config, self.spec),
             self._hosts(),
@@ -120,7 +127,7 @@ class _DryRun:
     def _header(self) -> str:
         training, spec = self.config.training, self.spec
         length = f"{training.steps} steps" if training.steps is not None else f"{training.epochs:g} epochs"
-        source = str(spec.folder) if spec.folder is not None else f"{spec.family} with random weights"
+        source = spec.path if spec.folder is not None else f"{spec.family} with random weights"
         shorter = "".join(f", {size} until step {last}" for size, last in training.seq_len_schedule)
         return (
             f"run {self.config.run.name}: {source}, {sum(self.num_parameters):,} parameters\n"
@@ -129,6 +136,16 @@ class _DryRun:
             f"  {length} of {training.global_batch} samples = {training.num_micro_batches} micro-batches of "
             f"{training.micro_batch}; {training.optimizer}, learning rate {training.lr:g}"
         )
+
+    def _samples(self) -> str:
+        """The first records as the model sees them; none where the data is not on this machine."""
+        if self.config.data.jsonl is None:
+            return ""
+        try:
+            samples = shown_samples(self.config.data, load_tokenizer(self.config.data))
+        except DataError as error:
+            return f"Samples: not shown here: {error}"
+        return "Samples; what has no loss is in ⟦brackets⟧\n" + "\n".join(map(repr, samples))
 
     def _layers(self) -> str:
         rows = []

@@ -1,0 +1,126 @@
+"""Records of other shapes than prompt and response: chats by templates, Alpaca's, plain text."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tahq.data.config import DataConfig
+from tahq.data.dataset import load_dataset, shown_samples
+from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA_3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' "
+    "+ m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+QWEN_3 = (  # writes thoughts of the last turn only
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>"]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 3 times 3?"},
+    {"role": "assistant", "content": "9"},
+    {"role": "user", "content": "And 4?"},
+    {"role": "assistant", "content": "16"},
+]
+
+
+@pytest.fixture
+def tokenizer_with(bpe_folder, tmp_path):
+    """tokenizer_with(template): a folder with a tokenizer that has it, and all special tokens."""
+
+    def make(template: str):
+        tokenizer = AutoTokenizer.from_pretrained(bpe_folder)
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[:-1], "bos_token": "<bos>"})
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        return tmp_path / "tokenizer"
+
+    return make
+
+
+def config_of(tmp_path, tokenizer, *records, seq_len: int = 200) -> DataConfig:
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return DataConfig(jsonl=str(path), tokenizer=str(tokenizer), seq_len=seq_len, validation=0.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "scored"),
+    [
+        (CHATML, ["9<|im_end|>", "16<|im_end|>"]),
+        (LLAMA_3, ["9<|eot_id|>", "16<|eot_id|>"]),
+        (QWEN_3, ["9<|im_end|>", "<think>\n\n</think>\n\n16<|im_end|>"]),
+    ],
+    ids=["ChatML", "Llama 3", "Qwen 3"],
+)
+@pytest.mark.parametrize("is_sharegpt", [False, True], ids=["messages", "conversations"])
+def test_chat_is_the_templates_text_with_loss_on_the_assistants_turns(
+    tmp_path, tokenizer_with, template, scored, is_sharegpt
+):
+    folder = tokenizer_with(template)
+    roles = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": roles.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
+    config = config_of(tmp_path, folder, {"conversations": shared} if is_sharegpt else {"messages": TALK})
+    tokenizer = load_tokenizer(config)
+    tokens, labels = (rows[0] for rows in load_dataset(config, tokenizer).gather(np.array([0])))
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(TALK, tokenize=False)
+    assert tokenizer.decode(tokens).startswith(text)
+    turns = np.split(labels, np.flatnonzero(np.diff(labels != -100)) + 1)
+    assert [tokenizer.decode(turn) for turn in turns if turn[0] != -100] == scored
+
+
+def test_samples_are_shown_with_what_has_no_loss_in_brackets(tmp_path, tokenizer_with):
+    config = config_of(
+        tmp_path,
+        tokenizer_with(CHATML),
+        {"messages": TALK[1:3]},
+        {"instruction": "Square it.", "input": "4", "output": "16"},
+        {"text": "4 times 4"},
+        {"prompt": "never", "response": "shown"},
+    )
+    chat, alpaca, text = shown_samples(config, load_tokenizer(config))
+    assert chat == "⟦<|im_start|>user\nWhat is 3 times 3?<|im_end|>\n<|im_start|>assistant\n⟧9<|im_end|>"
+    assert alpaca.startswith("⟦Below is an instruction that describes a task, paired with an input")
+    assert alpaca.endswith("### Instruction:\nSquare it.\n\n### Input:\n4\n\n### Response:\n⟧16<eot>")
+    assert text == "⟦<eot>⟧4 times 4<eot>"
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"messages": []}, "expected a list of messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 0 needs a role and a content, both strings"),
+        ({"messages": TALK[:2]}, "no message has the role assistant, so there is nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "\0"}]}, "message 0 holds a NUL character"),
+        ({"messages": [*TALK[:2], {"role": "assistant", "content": ""}]}, "does not write the content of message 2"),
+    ],
+)
+def test_chat_that_cannot_be_learned_from_is_refused_with_its_line(tmp_path, tokenizer_with, record, problem):
+    config = config_of(tmp_path, tokenizer_with(CHATML), {"messages": TALK}, record)
+    with pytest.raises(DataError, match=rf"records\.jsonl:2: .*{problem}"):
+        load_dataset(config, load_tokenizer(config))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('no system role') }}", "the chat template refuses it: no system role"),
+        ("{{ messages | length }}" + CHATML, "writes what precedes message 2 in another way before a later message"),
+    ],
+)
+def test_template_that_does_not_fit_is_refused(tmp_path, tokenizer_with, template, problem):
+    config = config_of(tmp_path, tokenizer_with(template), {"messages": TALK})
+    with pytest.raises(DataError, match=problem):
+        load_dataset(config, load_tokenizer(config))
