@@ -7,8 +7,8 @@ from tahq.config.file import dump_yaml
 from tahq.pipeline.checkpoint.resume import compare_configs
 
 SLEEP = "{forward: 5ms, backward: 10ms}"
-NEW = LEAST.replace("links:\n  rate: 100mbit\n", f"emulate: {{rate: 100mbit, delay: 5ms, sleep: {SLEEP}}}\n")
-OLD = LEAST.replace("  rate: 100mbit\n", "  rate: 100mbit\n  delay: 5ms\n").replace(
+NEW = LEAST.replace("emulate:\n  rate: 100mbit\n", f"emulate: {{rate: 100mbit, delay: 5ms, sleep: {SLEEP}}}\n")
+OLD = LEAST.replace("emulate:\n  rate: 100mbit\n", "links:\n  rate: 100mbit\n  delay: 5ms\n").replace(
     "data:\n", f"  sleep: {SLEEP}\ndata:\n"
 )
 

@@ -124,7 +124,7 @@ FOUR_HOSTS = changed("hosts: local", "hosts: [{address: a}, {address: b}, {addre
 def test_overrides_are_yaml_and_later_ones_win(file):
     config = file.load(
         *(LEAST, "training.steps=20", "training.steps=30", "training.betas=[0.8, 0.9]", "training.clip_norm=null"),
-        *("links={delay: 5ms}", "wire.gradients=aqsgd:bits=8,cache=none", "wire.activations=aqsgd:cache=file"),
+        *("emulate={delay: 5ms}", "wire.gradients=aqsgd:bits=8,cache=none", "wire.activations=aqsgd:cache=file"),
         *("model.overrides.a.b=5", "data.text=null", "data.tokens=[a.bin]"),
     )
     assert config.training.steps == 30
@@ -149,19 +149,17 @@ def test_the_word_paper_stands_for_the_papers_pair(file):
 
 
 @pytest.mark.parametrize(
-    ("links", "hosts", "expected"),
+    ("inside", "emulate", "hosts", "expected"),
     [
-        ("inside: gloo", "local", ["gloo", "gloo", "gloo"]),
-        ("rate: 1mbit", "local", ["zmq", "zmq", "zmq"]),
-        ("inside: nccl", "[{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]", ["nccl"]),
-        (
-            *("inside: gloo, hosts: {host0: {site: x}, host2: {site: y}, host3: {site: y}}", "namespaces"),
-            ["zmq", "zmq", "gloo"],
-        ),
+        ("gloo", "", "local", ["gloo", "gloo", "gloo"]),
+        ("zmq", "rate: 1mbit", "local", ["zmq", "zmq", "zmq"]),
+        ("nccl", "", "[{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]", ["nccl"]),
+        ("gloo", "hosts: {host0: {site: x}, host2: {site: y}, host3: {site: y}}", "namespaces", ["zmq", "zmq", "gloo"]),
     ],
 )
-def test_links_between_hosts_of_one_site_have_the_sites_transport(file, links, hosts, expected):
-    config = file.load(LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{{links}}}\nhosts: {hosts}"))
+def test_links_between_hosts_of_one_site_have_the_sites_transport(file, inside, emulate, hosts, expected):
+    keys = f"emulate: {{{emulate}}}\nlinks: {{inside: {inside}}}\nhosts: {hosts}"
+    config = file.load(changed("emulate:\n  rate: 100mbit\nhosts: local", keys))
     transports = [config.transport_between(stage, stage + 1) for stage in range(3)]
     assert transports == [*expected, *["zmq"] * (3 - len(expected))]
 

@@ -28,7 +28,7 @@ def test_example_loads_and_survives_json_and_yaml(path, tmp_path):
 def test_equal_configurations_have_equal_canonical_json_and_others_another_hash(tmp_path):
     path = tmp_path / "other.yaml"
     path.write_text(
-        "hosts: local\nlinks:\n  delay: 0.02s\n  rate: 0.1gbit\npipeline: {stages: 4}\n"
+        "hosts: local\nemulate:\n  delay: 0.02s\n  rate: 0.1gbit\npipeline: {stages: 4}\n"
         "training: {micro_batch: 4, global_batch: 32, steps: 60, lr: 0.001}\ndata: {text: stdlib}\n"
         "model: {num_heads: 8, hidden_size: 256, num_layers: 8, family: gpt2}\nrun: {name: gpt2}\n"
         "wire: {gradients: 'fixed:bits=8', activations: tah}\n"
@@ -62,7 +62,7 @@ NAMES = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable())
 def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, number):
     base = EXAMPLE.model_dump()
     base["data"]["text"] = [text]
-    base["links"] = {"rate": rate, "delay": delay}
+    base["emulate"] = {"rate": rate, "delay": delay}
     base["training"]["lr"] = number
     base["model"]["overrides"] = {"some_key": [number, text, None, True, 3]}
     config = ClusterConfig.model_validate(base)

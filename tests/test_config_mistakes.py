@@ -28,10 +28,20 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
         ("hosts: local", "wire:\n  backend: gpu", 16, "wire.backend: expected auto, reference, cpu or triton; got"),
         ("global_batch: 8", "global_batch: 9", 9, "training: global_batch 9 is not divisible by micro_batch 2"),
         ("{name: test}", "{name: test, snapshot_every: no}", 1, "run.checkpoint_every: expected a duration such as"),
-        ("rate: 100mbit", "cap_up: 60%", 14, "links.cap_up: 60% is a share of a rate, and with hosts: local no rate"),
+        (
+            "emulate:\n  rate: 100mbit",
+            "links: {cap_up: 60%}",
+            13,
+            "links.cap_up: 60% is a share of a rate, and with hosts: local no rate",
+        ),
         ("text: stdlib", "seq_len: 5", 7, "data: needs exactly one of text, tokens, jsonl; got none"),
         ("hosts: local", "pipeline:\n  stages: 5", 16, "pipeline.stages 5 is above model.num_layers 4"),
-        ("100mbit", "100kbit", 13, "links: a peer would look lost: a round trip takes 0 s and a piece of 262 kB takes"),
+        (
+            "100mbit",
+            "100kbit",
+            13,
+            "emulate: a peer would look lost: a round trip takes 0 s and a piece of 262 kB takes",
+        ),
     ],
 )
 def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
@@ -201,7 +211,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         (["model.vocab_size=100"], "model.vocab_size 100 is below the 256 tokens of data.tokenizer"),
         (["pipeline.layers=[1, 1, 1, 2]"], "pipeline.layers [1, 1, 1, 2] adds up to 5 layers, model.num_layers is 4"),
         (["pipeline.stages=4", "pipeline.layers=[1, 3]"], "pipeline: layers lists 2 stages, stages is 4"),
-        (["emulate.delay=5s"], "links: a peer would look lost: a round trip takes 10 s"),
+        (["emulate.delay=5s"], "emulate: a peer would look lost: a round trip takes 10 s"),
         (["run.give_up=1s"], "run.give_up is 1s and run.peer_timeout 10s: a silent peer would be given up before"),
         (["wire.gradients=tah:alloc=64"], "wire.gradients does not fit model.hidden_size 32: tah:group=64,int4"),
         (
@@ -282,7 +292,7 @@ def test_contradiction_names_both_keys(file, overrides, message):
 
 
 @pytest.mark.parametrize(
-    ("links", "message"),
+    ("emulate", "message"),
     [
         ("hosts: {host4: {}}", "emulate.hosts: unknown host host4; expected host0, host1, host2, host3"),
         (
@@ -291,12 +301,12 @@ def test_contradiction_names_both_keys(file, overrides, message):
         ),
         ("pairs: [{between: [host1, host1]}]", "emulate.pairs: expected two different hosts; got host1 twice"),
         ("profile: cable, delay: 5ms", "emulate: profile cable also sets the network's delay; remove one of them"),
-        ("hosts: {host1: {delay: 6s}}", "links: a peer would look lost: a round trip takes 12 s"),
-        ("hosts: {host1: {up: 100kbit}}", "links: a peer would look lost: a round trip takes 0 s and a piece of"),
+        ("hosts: {host1: {delay: 6s}}", "emulate: a peer would look lost: a round trip takes 12 s"),
+        ("hosts: {host1: {up: 100kbit}}", "emulate: a peer would look lost: a round trip takes 0 s and a piece of"),
     ],
 )
-def test_network_that_contradicts_itself_is_refused(file, links, message):
-    text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{{links}}}\nhosts: namespaces")
+def test_network_that_contradicts_itself_is_refused(file, emulate, message):
+    text = LEAST.replace("emulate:\n  rate: 100mbit\nhosts: local", f"emulate: {{{emulate}}}\nhosts: namespaces")
     assert file.refusal(text).startswith(f"cluster.yaml:13: {message}")
 
 
@@ -308,18 +318,24 @@ SITES = "hosts: {host0: {site: x}, host1: {site: x}}"
 
 
 @pytest.mark.parametrize(
-    ("links", "hosts", "message"),
+    ("emulate", "caps", "hosts", "message"),
     [
-        ("rate: 100mbit", "local", "emulate.rate and emulate.delay are enforced on ZMQ links only"),
-        ("delay: 5ms", AT_HOME, "emulate.rate and emulate.delay are enforced on ZMQ links only"),
-        ("cap_down: 50%", B_AND_C, "links.cap_down is enforced on ZMQ links only, and stage 1 has a link inside its"),
-        ("delay: 0", B_CAPPED, "hosts.1.cap_up is enforced on ZMQ links only, and stage 1 has a link inside its site"),
-        (f"{SITES}, cap_up: 1mbit", "namespaces", "links.cap_up is enforced on ZMQ links only, and stage 0 has a"),
-        ("delay: 0", B_ALONE, "no two neighbouring stages are in one site (set site under hosts)"),
+        ("rate: 100mbit", "", "local", "emulate.rate and emulate.delay are enforced on ZMQ links only"),
+        ("delay: 5ms", "", AT_HOME, "emulate.rate and emulate.delay are enforced on ZMQ links only"),
+        (
+            "",
+            "cap_down: 50%",
+            B_AND_C,
+            "links.cap_down is enforced on ZMQ links only, and stage 1 has a link inside its",
+        ),
+        ("", "", B_CAPPED, "hosts.1.cap_up is enforced on ZMQ links only, and stage 1 has a link inside its site"),
+        (SITES, "cap_up: 1mbit", "namespaces", "links.cap_up is enforced on ZMQ links only, and stage 0 has a"),
+        ("", "", B_ALONE, "no two neighbouring stages are in one site (set site under hosts)"),
     ],
 )
-def test_impossible_group_inside_a_site_is_refused(file, links, hosts, message):
-    text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{inside: gloo, {links}}}\nhosts: {hosts}")
+def test_impossible_group_inside_a_site_is_refused(file, emulate, caps, hosts, message):
+    keys = f"emulate: {{{emulate}}}\nlinks: {{inside: gloo, {caps}}}\nhosts: {hosts}"
+    text = changed("emulate:\n  rate: 100mbit\nhosts: local", keys)
     refusal = file.refusal(text)
     assert f"links.inside: gloo: {message}" in refusal
     assert refusal.endswith("; use links.inside: zmq")
@@ -327,5 +343,5 @@ def test_impossible_group_inside_a_site_is_refused(file, links, hosts, message):
 
 def test_capped_host_may_stand_beside_groups_of_other_hosts(file):
     hosts = AT_HOME.replace("{address: d}", "{address: d, cap_up: 1mbit}")
-    text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{inside: gloo}}\nhosts: {hosts}")
+    text = LEAST.replace("emulate:\n  rate: 100mbit\nhosts: local", f"links: {{inside: gloo}}\nhosts: {hosts}")
     assert [file.load(text).has_group(stage) for stage in range(4)] == [True, True, False, False]

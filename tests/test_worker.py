@@ -76,9 +76,9 @@ def test_open_port_of_a_listed_host_gives_way_to_a_process_that_holds_it():
     ("changes", "rate"),
     [
         ({}, 10e6),
-        ({"links": {"rate": "300mbit"}}, 15e6),
-        ({"links": {"rate": "300mbit", "cap_down": "100mbit"}}, 5e6),
-        ({"links": {"rate": "300mbit"}, "run": {"copy_rate": "2mbit"}}, 2e6),
+        ({"emulate": {"rate": "300mbit"}}, 15e6),
+        ({"emulate": {"rate": "300mbit"}, "links": {"cap_down": "100mbit"}}, 5e6),
+        ({"emulate": {"rate": "300mbit"}, "run": {"copy_rate": "2mbit"}}, 2e6),
     ],
 )
 def test_copies_take_a_small_share_of_what_is_configured(changes, rate):

@@ -486,7 +486,7 @@ class ClusterConfig(Section):
         if 2 * delay_s + piece_s >= timeout_s:
             takes = f" and a piece of {format_size(piece)} takes {piece_s:.3g} s" if piece_s else ""
             raise ValueError(
-                f"links: a peer would look lost: a round trip takes {2 * delay_s:.3g} s{takes}, run.peer_timeout is "
+                f"emulate: a peer would look lost: a round trip takes {2 * delay_s:.3g} s{takes}, run.peer_timeout is "
                 f"{write_duration(timeout_s)}; raise run.peer_timeout or lower links.piece"
             )
         if self.run.give_up < timeout_s:

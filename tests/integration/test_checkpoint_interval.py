@@ -22,7 +22,7 @@ def config(**run) -> dict:
         training={"steps": NUM_STEPS},
         pipeline={"stages": 2},
         wire={"activations": "aqsgd", "gradients": "fixed:bits=6"},
-        links={"delay": "50ms"},
+        emulate={"delay": "50ms"},
     )
 
 

@@ -19,7 +19,7 @@ CONFIG = tiny(
     pipeline={"stages": 2},
     training={"steps": 30},
     wire={"activations": "tah", "gradients": "fixed:bits=6"},
-    links={"delay": "20ms"},
+    emulate={"delay": "20ms"},
 )
 
 

@@ -86,7 +86,7 @@ def test_bits_fall_on_a_slow_link_and_the_run_can_be_replayed(tmp_path):
     """The link is so slow that a step's transfer takes ten times its computation, on a busy machine, too."""
     slow = config(tmp_path)
     slow["training"]["eval_every"] = None
-    run = train(tmp_path, {**slow, "links": {"rate": "200kbit"}})
+    run = train(tmp_path, {**slow, "emulate": {"rate": "200kbit"}})
     assert codecs_by_step(run)[-1] == (UP[0], DOWN[0])
     changes = [change for row in run.metrics for change in row["codec_changes"]]
     assert {change["reason"] for change in changes} == {"bottleneck"}

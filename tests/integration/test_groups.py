@@ -41,8 +41,8 @@ def test_run_over_gloo_learns_the_same_as_over_zmq(tmp_path, over_zmq):
 @pytest.mark.netns
 def test_gloo_inside_a_site_and_zmq_between_learn_the_same(tmp_path, over_zmq):
     hosts = {"host0": {"site": "home"}, "host1": {"site": "home"}}
-    links = {"rate": "100mbit", "delay": "5ms", "hosts": hosts, "inside": "gloo"}
-    run = train(tmp_path, {**THREE, "links": links, "hosts": "namespaces"})
+    emulate = {"rate": "100mbit", "delay": "5ms", "hosts": hosts}
+    run = train(tmp_path, {**THREE, "emulate": emulate, "links": {"inside": "gloo"}, "hosts": "namespaces"})
     assert_same_numbers(run, over_zmq)
     assert header_nbytes(run) == {0: ANNOUNCEMENT_NBYTES, 1: HEADER_NBYTES}
 

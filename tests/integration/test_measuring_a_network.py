@@ -12,10 +12,15 @@ pytestmark = [pytest.mark.netns, pytest.mark.serial]
 
 ATTEMPTS = 3
 """A machine that is busy with something else makes a network slower than it was set."""
-SLEEP = {"forward": "20ms", "backward": "40ms"}
 CONFIG = {
-    **tiny(pipeline={"stages": 2}, model={"sleep": SLEEP}),
-    "links": {"up": "50mbit", "down": "50mbit", "delay": "10ms", "hosts": {"host0": {"down": "20mbit"}}},
+    **tiny(pipeline={"stages": 2}),
+    "emulate": {
+        "up": "50mbit",
+        "down": "50mbit",
+        "delay": "10ms",
+        "hosts": {"host0": {"down": "20mbit"}},
+        "sleep": {"forward": "20ms", "backward": "40ms"},
+    },
     "hosts": "namespaces",
 }
 RATES = {("host0", "host1"): 50e6, ("host1", "host0"): 20e6}

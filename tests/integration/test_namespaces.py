@@ -20,7 +20,7 @@ TWO = {
     **tiny(
         pipeline={"stages": 2, "balance": "counted"}, training={"steps": 3}, model={"num_layers": 2, "hidden_size": 32}
     ),
-    "links": {"rate": "100mbit", "delay": "10ms"},
+    "emulate": {"rate": "100mbit", "delay": "10ms"},
     "hosts": "namespaces",
 }
 ENDLESS = {**TWO, "training": {**TWO["training"], "steps": 1_000_000}}
@@ -65,7 +65,7 @@ def training(start, tmp_path):
 def test_two_stages_have_the_same_losses_over_a_measured_network(tmp_path):
     over_network = launch(tmp_path, TWO)
     assert over_network.returncode == 0, over_network.stderr
-    local = launch(tmp_path, {**TWO, "links": {}, "hosts": "local", "run": {**TWO["run"], "name": "local"}})
+    local = launch(tmp_path, {**TWO, "emulate": {}, "hosts": "local", "run": {**TWO["run"], "name": "local"}})
     assert over_network.losses == local.losses
 
     measured = json.loads((over_network.folder / "network.json").read_text())
@@ -80,7 +80,7 @@ def test_two_stages_have_the_same_losses_over_a_measured_network(tmp_path):
 @pytest.mark.serial
 @pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.acceptance)])
 def test_network_is_measured_in_five_seconds(tmp_path, stages):
-    config = {**TWO, "pipeline": {"stages": stages, "balance": "counted"}, "links": {"profile": "cable"}}
+    config = {**TWO, "pipeline": {"stages": stages, "balance": "counted"}, "emulate": {"profile": "cable"}}
     config |= {"model": {**TWO["model"], "num_layers": stages}, "training": {**TWO["training"], "steps": 1}}
     took_s = []
     for attempt in range(3):  # figures that a busy machine made too slow are measured again
@@ -131,7 +131,7 @@ def test_network_is_removed_when_stopped_while_measuring(start, number):
 
 def test_network_slower_than_described_starts_no_worker(start, tmp_path):
     # More than a process can carry from one device to another.
-    launcher = start({**TWO, "links": {"hosts": {"host0": {"up": "30gbit"}}}})
+    launcher = start({**TWO, "emulate": {"hosts": {"host0": {"up": "30gbit"}}}})
     _, stderr = launcher.communicate(timeout=200)
     assert launcher.returncode == 2, stderr
     assert stderr.count("\n") == 1, stderr

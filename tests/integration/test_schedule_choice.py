@@ -12,7 +12,7 @@ CONFIG = tiny(
     wire={"activations": "tah", "gradients": "eden"},
     model={"dropout": 0.1},
     training={"steps": 14, "global_batch": 16, "clip_norm": 0.5},
-    links={"rate": "20mbit", "delay": "25ms"},
+    emulate={"rate": "20mbit", "delay": "25ms"},
     run={"checkpoint_every": 10},
 )
 FREE = {**CONFIG, "pipeline": {"stages": 4, "balance": "counted"}}

@@ -124,7 +124,7 @@ def test_full_disk_after_the_last_step_is_waited_for(tmp_path, disk):
     folder, resize = disk
     resize(16 << 20)
     steps = {"steps": 10, "eval_every": None}
-    write_config(tmp_path, config(run={"checkpoint_every": "never"}, training=steps, links={"delay": "40ms"}))
+    write_config(tmp_path, config(run={"checkpoint_every": "never"}, training=steps, emulate={"delay": "40ms"}))
     launcher, filler = start(tmp_path, "tahq-launch", "cluster.yaml"), folder / "filler"
 
     def is_waiting():

@@ -11,7 +11,7 @@ CONFIG = tiny(
     pipeline={"stages": 2},
     training={"steps": 4, "eval_every": 3, "eval_batches": 1},
     wire={"activations": "fixed:bits=8", "gradients": "fixed:bits=8"},
-    links={"rate": "8mbit", "delay": "5ms"},
+    emulate={"rate": "8mbit", "delay": "5ms"},
 )
 PARTS = (
     "forward_s", "backward_s", "encode_s", "decode_s", "wait_codec_s", "wait_memory_s", "data_s", "optimizer_s",

@@ -113,7 +113,7 @@ def wait_for_one(processes: list[WarmProcess], timeout_s: float = 120) -> WarmPr
 def test_long_step_says_how_many_micro_batches_each_stage_has_done(tmp_path):
     """Two stages, four micro-batches of 2 s each."""
     config = tiny(
-        model={"sleep": {"forward": "1s", "backward": "1s"}},
+        emulate={"sleep": {"forward": "1s", "backward": "1s"}},
         pipeline={"stages": 2},
         training={"steps": 1},
         run={"peer_timeout": "5s"},

@@ -58,7 +58,7 @@ class Run:
                 "activations": draw.choice(["raw:dtype=fp32", *ACTIVATIONS]),
                 "gradients": draw.choice(["raw:dtype=fp32", *GRADIENTS]),
             },
-            links=draw.choice([{}, {"rate": "80mbit", "delay": "20ms"}]) if stages <= 4 else {},
+            emulate=draw.choice([{}, {"rate": "80mbit", "delay": "20ms"}]) if stages <= 4 else {},
         )
         hosts = draw.choice(["local", [{"address": f"h{stage}"} for stage in range(stages)]])
         self.config = resolve_for_run(ClusterConfig.model_validate(sections | {"hosts": hosts}))
@@ -210,15 +210,15 @@ def test_resumed_run_takes_the_advice_and_finds_a_schedule_as_good(tmp_path):
 def slow_link(**sections):
     """Two stages over 1 Mbit/s, under a schedule and with codecs that could be better."""
     pipeline = {"stages": 2, "schedule": "gpipe", "layers": [1, 3]} | sections.pop("pipeline", {})
-    links = {"rate": "1mbit", "delay": "100ms"}
-    config = resolve_for_run(ClusterConfig.model_validate(tiny(pipeline=pipeline, links=links, **sections)))
+    emulate = {"rate": "1mbit", "delay": "100ms"} | sections.pop("emulate", {})
+    config = resolve_for_run(ClusterConfig.model_validate(tiny(pipeline=pipeline, emulate=emulate, **sections)))
     return config, measured_step(config, ScheduleChoice(config.pipeline.first_schedule), random.Random(1))
 
 
 FOLLOWED = {"activations": "wf", "gradients": "eden", "follow": True}
 LEFT = {
     "nothing": (
-        {"pipeline": {"schedule": "auto"}, "wire": FOLLOWED, "model": {"sleep": {"forward": 0.01, "backward": 0.02}}},
+        {"pipeline": {"schedule": "auto"}, "wire": FOLLOWED, "emulate": {"sleep": {"forward": 0.01, "backward": 0.02}}},
         r"no other",
     ),
     "layers": ({"pipeline": {"schedule": "auto"}, "wire": FOLLOWED}, "another division of the layers|no other"),

@@ -148,7 +148,7 @@ def test_missing_file_or_unusable_value_is_one_line(tahq, tmp_path, arguments, p
 
 
 HOSTS = [{"address": "192.0.2.7"}, {"address": "192.0.2.8"}]
-CABEL = {"hosts": "namespaces", "links": {"profile": "cabel"}}
+CABEL = {"hosts": "namespaces", "emulate": {"profile": "cabel"}}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ SLOW_LINKS = tiny(
     run={"name": "four-hosts"},
     training={"steps": 60, "eval_every": 10},
     wire={"activations": "wf:bits=4", "gradients": "eden:bits=3"},
-    links={"rate": "500kbit", "delay": "5ms"},
+    emulate={"rate": "500kbit", "delay": "5ms"},
 )
 
 

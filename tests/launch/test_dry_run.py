@@ -130,7 +130,7 @@ def test_wire_only_step_is_between_the_busiest_host_and_all_frames_in_a_row():
     busiest_s = max(8 * nbytes / 1e8 for stage in range(4) for nbytes in host_traffic(flows, stage))
     in_a_row_s = sum(8 * flow.step_nbytes / 1e8 + 8 * 0.02 for flow in flows)
     assert busiest_s + 2 * 3 * 0.02 < step_s < in_a_row_s
-    no_rate = load("links={delay: 20ms}")
+    no_rate = load("emulate={delay: 20ms}")
     # GPipe: 3 cuts there, 3 back, then a round trip to the coordinator.
     step_s = wire_only_step_s(no_rate, link_speeds(no_rate), generate("gpipe", 4, 8), flows_of(no_rate))
     assert step_s == pytest.approx((3 + 3 + 2) * 0.02)

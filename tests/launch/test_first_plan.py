@@ -143,11 +143,10 @@ def test_sizes_that_a_given_file_lacks_are_interpolated_and_said_to_be(training,
 @pytest.mark.parametrize("stages", [{}, {"stages": 4}], ids=str)
 def test_resumed_run_in_namespaces_keeps_the_hosts_that_the_plan_has_renamed(stages, planned):
     sleep = {"forward": ["60ms", "30ms", "900ms", "30ms"], "backward": ["120ms", "60ms", "1800ms", "60ms"]}
-    links = {"hosts": {"host1": {"up": "5mbit"}, "host3": {"up": "20mbit"}}, "delay": "10ms", "rate": "100mbit"}
-    links["pairs"] = [{"between": ["host0", "host3"], "delay": "40ms"}]
+    network = {"hosts": {"host1": {"up": "5mbit"}, "host3": {"up": "20mbit"}}, "delay": "10ms", "rate": "100mbit"}
+    network["pairs"] = [{"between": ["host0", "host3"], "delay": "40ms"}]
     values = OPEN | {
-        "model": OPEN["model"] | {"sleep": sleep},
-        "links": links,
+        "emulate": {"sleep": sleep} | network,
         "pipeline": stages,
         "hosts": "namespaces",
     }
@@ -159,7 +158,9 @@ def test_resumed_run_in_namespaces_keeps_the_hosts_that_the_plan_has_renamed(sta
     for section in ("hosts", "pipeline", "links", "wire"):
         assert getattr(continued, section) == getattr(config, section)
     assert continued.emulate.sleep == config.emulate.sleep
-    changed = continued_config(old, load_config_of(values | {"links": links | {"hosts": {"host1": {"up": "7mbit"}}}}))
+    changed = continued_config(
+        old, load_config_of(values | {"emulate": values["emulate"] | {"hosts": {"host1": {"up": "7mbit"}}}})
+    )
     assert changed.emulate.hosts["host1"].up == 7e6
 
 
@@ -234,8 +235,10 @@ def test_slow_paths_get_the_fewest_bits_that_quality_allows(planned):
 
 UNLIKE = {
     "hosts": "namespaces",
-    "model": OPEN["model"] | {"sleep": {"forward": ["80ms", "40ms", "20ms", "40ms"], "backward": "80ms"}},
-    "links": {"hosts": {f"host{n}": {"up": rate} for n, rate in enumerate(("50mbit", "100mbit", "300mbit", "1gbit"))}},
+    "emulate": {
+        "sleep": {"forward": ["80ms", "40ms", "20ms", "40ms"], "backward": "80ms"},
+        "hosts": {f"host{n}": {"up": rate} for n, rate in enumerate(("50mbit", "100mbit", "300mbit", "1gbit"))},
+    },
 }
 
 
@@ -284,7 +287,7 @@ def check_that_plan_fits(tmp_path_factory, layers, width, batch, stages, share, 
         "training": {"steps": 1, "global_batch": batch},
         "memory": {"activations": activations, "recompute": recompute},
         "pipeline": {"stages": stages},
-        "links": {"rate": "100mbit", "delay": f"{delay}ms"},
+        "emulate": {"rate": "100mbit", "delay": f"{delay}ms"},
     }
     least = load_config_of(values | {"pipeline": {"stages": stages, "in_flight": 1, "balance": "counted"}})
     least = resolve_for_run(least.model_copy(update={"training": least.training.model_copy(update={"micro_batch": 1})}))
@@ -373,7 +376,7 @@ def test_blocks_recompute_where_memory_would_keep_a_pipeline_on_long_links_shall
     values = OPEN | {
         "training": {"steps": 1, "global_batch": 16, "micro_batch": 1},
         "data": {**OPEN["data"], "seq_len": 256},
-        "links": {"rate": "100mbit", "delay": "150ms"},
+        "emulate": {"rate": "100mbit", "delay": "150ms"},
     }
     shallow = resolve_for_run(load_config_of(values | {"pipeline": {"in_flight": 2, "balance": "counted"}}))
     limit = max(needs(shallow, stage) for stage in range(4))
@@ -399,7 +402,7 @@ def test_gradients_are_kept_in_8_bits_only_where_fp32_fits_no_host(planned, shar
 
 
 def test_bits_of_stored_activations_follow_the_planned_depths_and_are_kept(planned):
-    values = OPEN | {"memory": {"activations": "agoq"}, "links": {"rate": "100mbit", "delay": "20ms"}}
+    values = OPEN | {"memory": {"activations": "agoq"}, "emulate": {"rate": "100mbit", "delay": "20ms"}}
     found = planned(values)
     bits = found.config.memory.agoq.bits
     assert bits[0] == 4 < bits[-1]
@@ -420,7 +423,7 @@ def test_figures_of_another_model_are_not_used(planned):
     renamed = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
     assert cache_path(config, (1, 2)) == cache_path(renamed, (1, 2))
     listed, slower = (
-        resolve_for_run(load_config_of(OPEN | FOUR_HOSTS | {"links": each})) for each in ({}, {"rate": 1e7})
+        resolve_for_run(load_config_of(OPEN | FOUR_HOSTS | {"emulate": each})) for each in ({}, {"rate": 1e7})
     )
     assert cache_path(listed, (1, 2), has_paths=True) != cache_path(slower, (1, 2), has_paths=True)
 

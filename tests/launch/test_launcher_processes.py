@@ -176,8 +176,8 @@ def test_ctrl_c_stops_in_order_with_a_checkpoint_that_resumes_until_all_steps_ar
 @pytest.mark.parametrize("receiver", ["the launcher", "a worker"])
 def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, start, receiver):
     slow = {"forward": "200ms", "backward": "200ms"}  # of four micro-batches: more than 1.6 s per step
-    run, model = {"grace": "200ms", "checkpoint_every": 1}, {"sleep": slow}
-    write_config(tmp_path, {**ENDLESS, "run": ENDLESS["run"] | run, "model": ENDLESS["model"] | model})
+    run = {"grace": "200ms", "checkpoint_every": 1}
+    write_config(tmp_path, {**ENDLESS, "run": ENDLESS["run"] | run, "emulate": {"sleep": slow}})
     launcher = start("tahq-launch", "cluster.yaml")
     wait_for_steps(launcher, tmp_path / "runs" / "tiny", 1)
     stages = workers(launcher.pid)

@@ -28,7 +28,7 @@ def read(path):
 @pytest.mark.acceptance
 @pytest.mark.serial
 def test_three_workers_measure_themselves_and_each_other(tmp_path):
-    path = str(write_config(tmp_path, {**THREE, "links": {"rate": "300mbit", "delay": "5ms"}}))
+    path = str(write_config(tmp_path, {**THREE, "emulate": {"rate": "300mbit", "delay": "5ms"}}))
     options = ["--micro-batch", "2", "--micro-batch", "4", "--codecs", CODECS[0], "--codecs", "raw", "--seconds", "0.3"]
     done = finish(tmp_path, "tahq", "measure", path, *options)
     assert done.returncode == 0, done.stdout + done.stderr

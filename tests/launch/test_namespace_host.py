@@ -24,7 +24,7 @@ def load(*overrides: str) -> ClusterConfig:
 def test_coordinator_is_not_shaped_and_has_each_hosts_own_delay():
     pairs = "pairs: [{between: [host0, host1], delay: 90ms}]"
     hosts = "hosts: {host3: {delay: 300ms, loss: 0.01}}"
-    plan = plan_network(network_of(load(f"links={{rate: 10mbit, delay: 20ms, {hosts}, {pairs}}}")))
+    plan = plan_network(network_of(load(f"emulate={{rate: 10mbit, delay: 20ms, {hosts}, {pairs}}}")))
     assert plan.hosts == ("host0", "host1", "host2", "host3", COORDINATOR)
     shape = plan.host_shapes[COORDINATOR]
     assert (shape.up_bits_per_s, shape.down_bits_per_s) == (None, None)
@@ -54,14 +54,16 @@ def test_backend_and_congestion_control_are_announced(monkeypatch, tmp_path, cap
 
 
 def test_speeds_count_a_workers_own_bytes_up_to_its_caps_and_the_rates_of_pairs():
-    speeds = link_speeds(load("links={rate: 100mbit, delay: 9ms, hosts: {host1: {up: 10mbit}}}"))
+    speeds = link_speeds(load("emulate={rate: 100mbit, delay: 9ms, hosts: {host1: {up: 10mbit}}}"))
     assert (speeds.rate(0, 1), speeds.rate(1, 2)) == pytest.approx((100e6 * GOODPUT, 10e6 * GOODPUT))
     assert speeds.longest_delay_s == 0.009
-    capped = link_speeds(load("links={rate: 100mbit, cap_up: 50%, cap_down: 20mbit, hosts: {host1: {up: 10mbit}}}"))
+    capped = link_speeds(
+        load("emulate={rate: 100mbit, hosts: {host1: {up: 10mbit}}}", "links={cap_up: 50%, cap_down: 20mbit}")
+    )
     assert capped.up[:2] == pytest.approx((50e6 * GOODPUT, 5e6 * GOODPUT))
     assert capped.down == (20e6,) * 4
     links = "pairs: [{between: [host0, host1], rate: 1mbit}, {between: [host0, host3], delay: 50s}]"
-    pairs = link_speeds(load(f"links={{{links}}}", "run.peer_timeout=200s", "run.give_up=400s"))
+    pairs = link_speeds(load(f"emulate={{{links}}}", "run.peer_timeout=200s", "run.give_up=400s"))
     assert pairs.is_shaped
     assert (pairs.rate(1, 0), pairs.rate(1, 2)) == (pytest.approx(1e6 * GOODPUT), math.inf)
     assert pairs.longest_delay_s == 0.0  # host0 and host3 are no neighbours

@@ -32,13 +32,15 @@ paths:
 """
 
 SLEEPING = tiny(
-    model={"num_layers": 6, "sleep": {"forward": ["30ms", "10ms", "20ms"], "backward": ["60ms", "20ms", "40ms"]}},
+    model={"num_layers": 6},
+    emulate={"sleep": {"forward": ["30ms", "10ms", "20ms"], "backward": ["60ms", "20ms", "40ms"]}},
     pipeline={"stages": 3, "layers": [2, 2, 2]},
 )
 NETWORK = {
     **SLEEPING,
     "hosts": "namespaces",
-    "links": {
+    "emulate": {
+        **SLEEPING["emulate"],
         "rate": "20mbit",
         "delay": "5ms",
         "hosts": {"host0": {"up": "1mbit"}, "host2": {"site": "far"}},
@@ -108,7 +110,7 @@ FULL = {**SLEEPING, "pipeline": {"stages": 3, "schedule": "gpipe"}}
     ("config", "arguments", "numbers", "notes"),
     [
         (
-            tiny(links={"rate": "100mbit"}, pipeline={"stages": 2}),
+            tiny(emulate={"rate": "100mbit"}, pipeline={"stages": 2}),
             *((), None, ["compute: multiply-adds counted, ASSUMED", "memory: unknown"]),
         ),
         (SLEEPING, (), None, ["compute: cluster.yaml's emulate.sleep"]),
@@ -242,7 +244,7 @@ training:
   global_batch: 8
 
 # at home
-links: {rate: 100mbit}
+emulate: {rate: 100mbit}
 wire: paper
 """
 

@@ -106,7 +106,7 @@ def load_listed(tmp_path, monkeypatch):
     def read(links: str = "", names: tuple[str, ...] = NAMES, site: str = "") -> ClusterConfig:
         hosts = ", ".join(f"{{address: {name}{site if name < 'c' else ''}}}" for name in names)
         links = f"links: {{measured: measured.yaml, {links}}}\nhosts: [{hosts}]\n"
-        text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local\n", links)
+        text = LEAST.replace("emulate:\n  rate: 100mbit\nhosts: local\n", links)
         return file.load(f"{text}pipeline: {{stages: {len(names)}}}\n")
 
     return read

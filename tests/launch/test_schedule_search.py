@@ -42,12 +42,12 @@ def step(forward_s=0.07, backward_s=0.15, round_trip_s=0.0, wire_s=0.0):
 
 
 @pytest.mark.parametrize(
-    ("links", "shown"),
+    ("emulate", "shown"),
     [({"rate": "1mbit"}, {}), ({"delay": "100ms"}, {}), ({}, {"round_trip_s": 0.2}), ({}, {"wire_s": 0.06})],
     ids=str,
 )
-def test_slow_links_get_more_in_flight(links, shown):
-    found = schedule_search(config(links=links))([step(**shown)], PRESENT, NO_LIMIT)
+def test_slow_links_get_more_in_flight(emulate, shown):
+    found = schedule_search(config(emulate=emulate))([step(**shown)], PRESENT, NO_LIMIT)
     assert found.step_s < 0.85 * found.present_s
     assert sum(found.choice.depths) > sum(range(STAGES + 1))
 
@@ -60,7 +60,7 @@ def test_frames_as_long_as_compute_get_the_best_depths_of_all(rate, best_s):
         data={"seq_len": 256},
         training={"global_batch": 4 * MICRO_BATCHES, "micro_batch": 4},
         wire={"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
-        links={"rate": rate},
+        emulate={"rate": rate},
     )
     found = schedule_search(slow)([step(0.073, 0.152)], PRESENT, NO_LIMIT)
     assert found.step_s < 1.01 * best_s
@@ -83,19 +83,21 @@ def test_schedule_that_is_set_stays(pipeline):
 
 def test_depths_that_are_set_stay():
     present = ScheduleChoice("1f1b", (4, 4, 3, 3))
-    found = schedule_search(config({"in_flight": [4, 4, 3, 3]}, links={"rate": "1mbit"}))([step()], present, NO_LIMIT)
+    found = schedule_search(config({"in_flight": [4, 4, 3, 3]}, emulate={"rate": "1mbit"}))([step()], present, NO_LIMIT)
     assert found.choice.depths == present.depths
 
 
 def test_checkpointing_keeps_backwards_whole():
-    found = schedule_search(config(memory={"recompute": "block"}, links={"rate": "1mbit"}))([step()], PRESENT, NO_LIMIT)
+    found = schedule_search(config(memory={"recompute": "block"}, emulate={"rate": "1mbit"}))(
+        [step()], PRESENT, NO_LIMIT
+    )
     assert found.choice.schedule == "1f1b"
 
 
 def test_present_depths_are_simulated_as_they_are():
     """More in flight than micro-batches, whose weight gradients lag behind."""
     present = ScheduleChoice("zero-bubble", (12, 12, 12, 4))
-    deep = config({"in_flight": [12, 12, 12, 4]}, links={"rate": "1mbit"})
+    deep = config({"in_flight": [12, 12, 12, 4]}, emulate={"rate": "1mbit"})
     found = schedule_search(deep)([step()], present, NO_LIMIT)
     assert (found.choice, found.step_s) == (present, found.present_s)
 
@@ -103,7 +105,7 @@ def test_present_depths_are_simulated_as_they_are():
 @pytest.mark.parametrize("pipeline", [{}, {"in_flight": [4, 3, 2, 1]}])
 def test_nothing_is_proposed_where_nothing_fits(pipeline):
     present = ScheduleChoice("1f1b", (4, 3, 2, 1))
-    found = schedule_search(config(pipeline, links={"rate": "1mbit"}))([step()], present, [1] * STAGES)
+    found = schedule_search(config(pipeline, emulate={"rate": "1mbit"}))([step()], present, [1] * STAGES)
     assert found.choice == present
 
 

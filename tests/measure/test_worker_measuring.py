@@ -92,7 +92,7 @@ def test_blocks_with_different_windows_are_all_timed():
 def test_a_stage_that_sleeps_takes_what_was_set():
     """Two stages of two blocks; a nap is late by a scheduler's whim, never early."""
     sleep = {"forward": "20ms", "backward": ["10ms", "40ms"]}
-    config = configured(model={"vocab_size": 256, "sleep": sleep}, pipeline={"stages": 2})
+    config = configured(model={"vocab_size": 256}, emulate={"sleep": sleep}, pipeline={"stages": 2})
     times, _ = times_of(config, stage=1)
     assert 0.010 <= times.block_forward < 0.020
     assert 0.020 <= times.block_backward < 0.035

@@ -61,24 +61,24 @@ def cluster(tmp_path, monkeypatch):
     return ClusterFile(tmp_path, monkeypatch)
 
 
-def with_sleep(text):
-    return LEAST.replace("num_heads: 2\n", f"num_heads: 2\n  sleep: {text}\n")
-
-
 def test_durations_are_one_for_all_stages_or_one_per_stage(cluster):
-    sleep = cluster.load(with_sleep("{forward: 73ms, backward: [0.1s, 0.2s, 0.3s, 0.4s]}")).emulate.sleep
+    sleep = cluster.load(LEAST, "emulate.sleep={forward: 73ms, backward: [0.1s, 0.2s, 0.3s, 0.4s]}").emulate.sleep
     assert sleep.of(0) == (0.073, 0.1)
     assert sleep.of(3) == (0.073, 0.4)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("sleep", "tie", "message"),
     [
-        ("{forward: [1ms, 2ms], backward: 1ms}", "emulate.sleep.forward lists 2 durations, pipeline.stages is 4"),
-        ("{forward: 73, backward: 1ms}", "needs a unit"),
-        ("{forward: 73ms}", "emulate.sleep.backward is missing"),
-        ("{forward: 73ms, backward: 1ms}\n  tie: sync", "tie: sync"),
+        (
+            "{forward: [1ms, 2ms], backward: 1ms}",
+            "untied",
+            "emulate.sleep.forward lists 2 durations, pipeline.stages is 4",
+        ),
+        ("{forward: 73, backward: 1ms}", "untied", "needs a unit"),
+        ("{forward: 73ms}", "untied", "emulate.sleep.backward is missing"),
+        ("{forward: 73ms, backward: 1ms}", "sync", "tie: sync"),
     ],
 )
-def test_sleep_that_does_not_fit_the_model_is_refused(text, message, cluster):
-    assert message in cluster.refusal(with_sleep(text))
+def test_sleep_that_does_not_fit_the_model_is_refused(sleep, tie, message, cluster):
+    assert message in cluster.refusal(LEAST, f"emulate.sleep={sleep}", f"model.tie={tie}")

@@ -61,7 +61,7 @@ EXACT = [
     ),
     {"training.adamw_bf16": {"weights": "bf16", "rounding": "nearest"}},
     {"pipeline.schedule": "gpipe"},
-    {"links": {"rate": "10mbit", "delay": "20ms"}},
+    {"emulate": {"rate": "10mbit", "delay": "20ms"}},
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
     ({"wire.activations": "aqsgd"}, {"wire.activations": "aqsgd:cache=file"}),
     {"wire.threads": 2},

@@ -23,7 +23,7 @@ training:
   steps: 10
   global_batch: 8
   micro_batch: 2
-links:
+emulate:
   rate: 100mbit
 hosts: local
 """
