@@ -197,11 +197,11 @@ def first_plan(
     # invited machines get the stage that the plan gives their key
     keeps_order = start.keeps_order or (by_hand and not start.joined)
     may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
-    config, cluster = one_replica(config), slowest_replica(config, cluster)
+    left_open = _Open(given, one_replica(config), spec, slowest_replica(config, cluster), may_reorder)
     try:
-        config, planned = _planned(given, config, spec, cluster, may_reorder=may_reorder)
+        config, planned = left_open.planned()
     except NothingFitsError:
-        config, planned = _tightly_planned(given, config, spec, cluster, may_reorder=may_reorder)
+        config, planned = left_open.tightly_planned()
         origin += f"; warning: with {MEMORY_SHARE:.0%} of the memory nothing fits, this takes more"
     found_plan = _chosen(given, config, spec, planned, origin)
     return replace(
@@ -341,30 +341,22 @@ def _measured(
 def _bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
     """The configuration with the port that workers are about to dial again."""
     bind = f"{config.run.bind.rpartition(':')[0]}:{address.rpartition(':')[2]}"
-    return config.model_copy(update={"run": config.run.model_copy(update={"bind": bind})})
+    return _with(config, "run", bind=bind)
 
 
 def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
     """The figures with a share of the memory left free, and, on this machine, with the configured links."""
-    hosts = [
-        host.model_copy(update={key: _share(getattr(host, key), MEMORY_SHARE) for key in _MEMORIES})
-        for host in cluster.hosts
-    ]
+    cluster = _with_share(cluster, MEMORY_SHARE)
     if has_paths:
-        return cluster.model_copy(update={"hosts": hosts})
+        return cluster
     configured, _ = estimated_numbers(config, spec)
-    if config.emulate.sleep is None:  # stages of one machine are equal, whatever their measurements met
-        alike = [_of_one_machine([host.compute for host in hosts])] * len(hosts)
-        hosts = [host.model_copy(update={"compute": compute}) for host, compute in zip(hosts, alike, strict=True)]
+    # stages of one machine are equal, whatever their measurements met
+    alike = {} if config.emulate.sleep else {"compute": _of_one_machine([host.compute for host in cluster.hosts])}
     merged = [
-        host.model_copy(update={key: getattr(own, key) for key in _OF_MACHINE})
-        for host, own in zip(configured.hosts, hosts, strict=True)
+        host.model_copy(update={key: getattr(own, key) for key in _OF_MACHINE} | alike)
+        for host, own in zip(configured.hosts, cluster.hosts, strict=True)
     ]
     return configured.model_copy(update={"hosts": merged})
-
-
-def _share(memory: int | None, share: float) -> int | None:
-    return int(share * memory) if memory else None
 
 
 def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
@@ -381,50 +373,68 @@ def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
 # -- the plan ------------------------------------------------------------------------------------
 
 
-def _problem(
-    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
-) -> PlanProblem:
-    schedules = () if config.pipeline.schedule == "auto" else (config.pipeline.schedule,)
-    if not schedules and config.pipeline.depths is not None:
-        schedules = ("1f1b",)  # which takes any depths
-    problem = problem_of(config, spec, cluster, PlanChoices(schedules=schedules), given.optimizer_shares)
-    sizes = _measured_sizes(cluster.hosts) & set(open_micro_batches(given))
-    sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
-    codecs = _codecs(given)
-    by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
-    is_listed = any(isinstance(each, list | tuple) for each in (*by_stage, *given.memory.offload))
-    may_leave_out = may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
-    return replace(
-        problem,
-        model=problem.model.with_sizes(sizes),
-        activations=codecs["activations"],
-        gradients=codecs["gradients"],
-        num_stages=None if may_leave_out else config.pipeline.stages,
-        in_order=not may_reorder,
-        firsts=problem.firsts if not _is_set(given.links, "first") else (config.links.first,),
-    )
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What is planned: `config` is `given` resolved, `cluster` has the figures of its hosts."""
 
+    given: ClusterConfig
+    config: ClusterConfig
+    spec: ModelSpec
+    cluster: ClusterNumbers
+    may_reorder: bool
 
-def _planned(
-    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
-) -> tuple[ClusterConfig, Planned]:
-    """The plan, and the configuration with the gradients that it is for: in 8 bits only where nothing else fits.
+    def problem(self, gradients: Gradients) -> PlanProblem:
+        """What the planner is asked, with gradients kept so."""
+        given, config = self.given, _with(self.config, "memory", gradients=gradients)
+        schedules = () if config.pipeline.schedule == "auto" else (config.pipeline.schedule,)
+        if not schedules and config.pipeline.depths is not None:
+            schedules = ("1f1b",)  # which takes any depths
+        choices = PlanChoices(schedules=schedules)
+        problem = problem_of(config, self.spec, self.cluster, choices, given.optimizer_shares)
+        sizes = _measured_sizes(self.cluster.hosts) & set(open_micro_batches(given))
+        sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
+        codecs = _codecs(given)
+        by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
+        is_listed = any(isinstance(each, list | tuple) for each in (*by_stage, *given.memory.offload))
+        may_leave_out = self.may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
+        return replace(
+            problem,
+            model=problem.model.with_sizes(sizes),
+            activations=codecs["activations"],
+            gradients=codecs["gradients"],
+            num_stages=None if may_leave_out else config.pipeline.stages,
+            in_order=not self.may_reorder,
+            firsts=problem.firsts if not _is_set(given.links, "first") else (config.links.first,),
+        )
 
-    Raises:
-        NothingFitsError: none fits.
-    """
-    *others, last = _gradients(given)
-    for each in others:
-        with suppress(NothingFitsError):
-            return _planned_with(given, _with_gradients(config, each), spec, cluster, may_reorder=may_reorder)
-    return _planned_with(given, _with_gradients(config, last), spec, cluster, may_reorder=may_reorder)
+    def planned(self) -> tuple[ClusterConfig, Planned]:
+        """The plan, and the configuration with the gradients that it is for: in 8 bits only where nothing else fits.
 
+        Raises:
+            NothingFitsError: none fits.
+        """
+        *others, last = _gradients(self.given)
+        for gradients in others:
+            with suppress(NothingFitsError):
+                return self._planned_with(gradients)
+        return self._planned_with(last)
 
-def _planned_with(
-    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
-) -> tuple[ClusterConfig, Planned]:
-    problem = _problem(given, config, spec, cluster, may_reorder=may_reorder)
-    return config, plan(problem, progress=progress_of("planning"))
+    def _planned_with(self, gradients: Gradients) -> tuple[ClusterConfig, Planned]:
+        found = plan(self.problem(gradients), progress=progress_of("planning"))
+        return _with(self.config, "memory", gradients=gradients), found
+
+    def tightly_planned(self) -> tuple[ClusterConfig, Planned]:
+        """`planned` with all of the memory; UserError, with the first change that would help, if that is too little."""
+        try:
+            return replace(self, cluster=_with_share(self.cluster, 1 / MEMORY_SHARE)).planned()
+        except NothingFitsError as error:
+            for change in _CHANGES:
+                with suppress(NothingFitsError, ValidationError):
+                    changed = _changed(self.given, change), _changed(self.config, change)
+                    replace(self, given=changed[0], config=changed[1]).planned()
+                    text = ", ".join(f"{key}: {yaml_flow(value)}" for key, value in change.items())
+                    raise UserError(f"{error}; with {text}, which change what is computed, it fits") from None
+            raise UserError(f"{error}; use more hosts, or hosts with more memory") from None
 
 
 def _gradients(given: ClusterConfig) -> tuple[Gradients, ...]:
@@ -435,33 +445,21 @@ def _gradients(given: ClusterConfig) -> tuple[Gradients, ...]:
     return ("fp32",) if stays_fp32 else ("fp32", "fp8")
 
 
-def _with_gradients(config: ClusterConfig, gradients: Gradients) -> ClusterConfig:
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"gradients": gradients})})
+def _with(config: ClusterConfig, section: str, **changes: Any) -> ClusterConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+
+
+def _with_share(cluster: ClusterNumbers, share: float) -> ClusterNumbers:
+    """The figures with this share of each host's memory."""
+    hosts = [
+        host.model_copy(update={key: int(share * (getattr(host, key) or 0)) or None for key in _MEMORIES})
+        for host in cluster.hosts
+    ]
+    return cluster.model_copy(update={"hosts": hosts})
 
 
 def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
     return set.intersection(*({times.micro_batch for times in host.compute} for host in hosts))
-
-
-def _tightly_planned(
-    given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, may_reorder: bool
-) -> tuple[ClusterConfig, Planned]:
-    """`_planned` with all of the memory; UserError, with the first change that would help, if that is too little."""
-    hosts = [
-        host.model_copy(update={key: _share(getattr(host, key), 1 / MEMORY_SHARE) for key in _MEMORIES})
-        for host in cluster.hosts
-    ]
-    whole = cluster.model_copy(update={"hosts": hosts})
-    try:
-        return _planned(given, config, spec, whole, may_reorder=may_reorder)
-    except NothingFitsError as error:
-        for change in _CHANGES:
-            with suppress(NothingFitsError, ValidationError):
-                changed = _changed(given, change), _changed(config, change)
-                _planned(*changed, spec, cluster, may_reorder=may_reorder)
-                text = ", ".join(f"{key}: {_flow(value)}" for key, value in change.items())
-                raise UserError(f"{error}; with {text}, which change what is computed, it fits") from None
-        raise UserError(f"{error}; use more hosts, or hosts with more memory") from None
 
 
 def _changed(config: ClusterConfig, change: Mapping[str, Any]) -> ClusterConfig:
@@ -471,15 +469,6 @@ def _changed(config: ClusterConfig, change: Mapping[str, Any]) -> ClusterConfig:
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     return ClusterConfig.model_validate(values)
-
-
-def _flow(value: Any) -> str:
-    is_mapping = isinstance(value, Mapping)
-    return f"{{{', '.join(f'{key}: {each}' for key, each in value.items())}}}" if is_mapping else str(value)
-
-
-def _validated(values: dict[str, Any]) -> ClusterConfig:
-    return validated(ClusterConfig, values, Origins("the planned configuration"))
 
 
 def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planned: Planned, origin: str) -> FirstPlan:
@@ -493,7 +482,9 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planne
         first = {"schedule": best.schedule, "in_flight": depths}
         values["pipeline"] |= {"schedule": "auto", "in_flight": given.pipeline.in_flight, "first": first}
     spare = table.memory[list(best.hosts)] - np.array(planned.best.memory_nbytes)
-    final = with_memory_choices(_validated(values), spec, spare.tolist())
+    final = with_memory_choices(
+        validated(ClusterConfig, values, Origins("the planned configuration")), spec, spare.tolist()
+    )
     return FirstPlan(final, tuple(_lines(given, final, planned, origin, notes)))
 
 
