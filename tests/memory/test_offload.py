@@ -33,6 +33,7 @@ OPTIONS = get_args(Offload)
 EACH = [*((each,) for each in OPTIONS), OPTIONS]
 EACH_AND_PAIRS = [*EACH, *combinations(OPTIONS, 2)]
 STEPS, IN_FLIGHT = 3, 3
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 class LateMemory(HostMemory):
@@ -159,9 +160,15 @@ def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split)
     check_bits(spec, ["residual", "weights"], level=level, is_split=is_split, steps=1)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16"])
-def test_every_optimizer_gets_its_states_from_the_host(optimizer):
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True)
+@pytest.mark.parametrize(
+    ("optimizer", "device"),
+    [
+        *((each, "cpu") for each in ("sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16")),
+        *(pytest.param(each, "cuda", marks=pytest.mark.gpu) for each in ("fp8_adamw", "adamw8bit", "adamw_bf16")),
+    ],
+)
+def test_every_optimizer_gets_its_states_from_the_host(optimizer, device):
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device=device)
 
 
 @pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
@@ -176,14 +183,10 @@ def test_late_copies_give_the_same_bits_at_every_level(level, monkeypatch):
     check_bits(make_spec("gpt2", num_layers=6), OPTIONS, level=level, bf16=True, memory=LateMemory)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw_bf16"])
-def test_states_that_are_read_in_place_have_the_same_bits(optimizer, monkeypatch):
+@every_device
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adamw_bf16"])
+def test_states_that_are_read_in_place_have_the_same_bits(optimizer, device, monkeypatch):
     """As on CUDA, where that is faster."""
-    read_in_place(monkeypatch)
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True)
-
-
-def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "zero_copy_is_faster", lambda build, device: True)
     made = BlockwiseAdamW.__init__
 
@@ -192,13 +195,7 @@ def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.reads_host_memory = True
 
     monkeypatch.setattr(BlockwiseAdamW, "__init__", make)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adamw_bf16"])
-def test_states_that_are_read_in_place_have_the_same_bits_on_cuda(optimizer, monkeypatch):
-    read_in_place(monkeypatch)
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device="cuda")
+    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device=device)
 
 
 @pytest.mark.gpu
@@ -285,12 +282,6 @@ def test_bits_are_equal_on_cuda(which, is_split):
 def test_bits_are_equal_on_cuda_at_every_level(level):
     check_bits(make_spec("llama", num_layers=6), OPTIONS, level=level, bf16=True, device="cuda")
     check_bits(make_spec("gpt2", num_layers=6), ["residual", "weights", "m"], level=level, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", ["fp8_adamw", "adamw8bit", "adamw_bf16"])
-def test_bits_are_equal_on_cuda_with_every_optimizer(optimizer):
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device="cuda")
 
 
 @pytest.mark.gpu
