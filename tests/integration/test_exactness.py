@@ -56,15 +56,15 @@ def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.acceptance), "zero-bubble"])
-def test_stages_that_recompute_different_parts_give_the_plain_loop(tmp_path, schedule):
-    levels = ["norm", "ffn", "qkv", "block"] if schedule == "1f1b" else ["swiglu", "att", "none", "qkv"]
-    config = tiny(
-        model={"family": "llama", "num_kv_heads": 1, "intermediate_size": 96},
-        pipeline={"schedule": schedule},
-        memory={"recompute": levels, "attention_chunks": 3},
-    )
-    assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=config["model"])))
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", pytest.param("interleaved", marks=pytest.mark.acceptance)])
+def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path, schedule):
+    llama = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}
+    pipeline = {"stages": 2, "chunks": 2} if schedule == "interleaved" else {"stages": 4}
+    levels = ["swiglu", "att", "none", "qkv"] if schedule == "zero-bubble" else ["norm", "ffn", "qkv", "block"]
+    offload = [["m", "weights"], ["residual", "v"], [], ["gradients", "residual", "weights"]]
+    by_stage = {"recompute": levels[: pipeline["stages"]], "offload": offload[: pipeline["stages"]]}
+    config = tiny(model=llama, pipeline={"schedule": schedule, **pipeline}, memory={**by_stage, "attention_chunks": 3})
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=llama)))
 
 
 @pytest.mark.parametrize("family", ["olmo2", pytest.param("gemma2", marks=pytest.mark.acceptance)])
@@ -82,14 +82,6 @@ def test_z_loss_gives_the_plain_loop_that_adds_it_to_the_gradient_only(tmp_path,
     assert expected.losses[1:] != uncut.losses[1:]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", pytest.param("interleaved", marks=pytest.mark.acceptance)])
-def test_stages_that_offload_different_parts_give_the_plain_loop(tmp_path, uncut, schedule):
-    by_stage = [["residual", "m"], ["weights", "gradients", "v"]]
-    pipeline = {"stages": 2, "schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
-    config = tiny(pipeline=pipeline, memory={"offload": by_stage, "recompute": ["att", "none"]})
-    assert_equal_to_the_bit(launch(tmp_path, config), uncut)
-
-
 def test_a_run_is_resumed_with_and_without_offload(tmp_path, uncut):
     everything = ["residual", "m", "v", "weights", "gradients"]
     config = tiny(pipeline={"stages": 2}, training={"steps": 2}, memory={"offload": everything})
@@ -97,13 +89,6 @@ def test_a_run_is_resumed_with_and_without_offload(tmp_path, uncut):
     run = launch(tmp_path, config, "--resume", *overrides("training.steps=4", "memory.offload=[]"))
     assert "no longer exact" not in run.stdout
     assert_equal_to_the_bit(run, uncut)
-
-
-def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path):
-    llama = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}
-    offload = [["m", "weights"], ["residual", "v"], [], ["gradients", "residual", "weights"]]
-    memory = {"offload": offload, "recompute": ["none", "block", "norm", "qkv"], "attention_chunks": 2}
-    assert_equal_to_the_bit(launch(tmp_path, tiny(model=llama, memory=memory)), plain(tiny(model=llama)))
 
 
 def test_every_option_at_once_trains_and_offload_changes_no_bit_of_it(tmp_path):
