@@ -105,12 +105,9 @@ def test_choices_are_keys_and_read_back_equal(planned, tmp_path):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"training": {"micro_batch": 2}},
-        {"pipeline": {"schedule": "1f1b", "in_flight": 3}},
-        {"pipeline": {"stages": 4}},
-        {"wire": {"activations": "tah", "gradients": "fixed:bits=8"}},
-        {"links": {"first": "gradients"}},
-        {"pipeline": {"in_flight": [5, 4, 3, 2]}},
+        {"training": {"micro_batch": 2}, "pipeline": {"schedule": "1f1b", "in_flight": 3}},
+        {"wire": {"activations": "tah", "gradients": "fixed:bits=8"}, "links": {"first": "gradients"}},
+        {"pipeline": {"stages": 4, "in_flight": [5, 4, 3, 2]}},
     ],
     ids=str,
 )

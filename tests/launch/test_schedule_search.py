@@ -115,9 +115,9 @@ def test_nothing_is_proposed_where_nothing_fits(pipeline):
     st.sampled_from([{"rate": "1mbit"}, {"delay": "100ms"}, {}]),
     st.sampled_from([{}, {"recompute": ["block", "none", "norm", "none"], "offload": [["m", "v"], [], [], ["v"]]}]),
 )
-def test_what_is_proposed_fits_wherever_one_micro_batch_does(room, links, memory):
+def test_what_is_proposed_fits_wherever_one_micro_batch_does(room, emulate, memory):
     """`room`: quarters of a micro-batch in flight that fit beside what one needs."""
-    given = config(links=links, memory=memory)
+    given = config(emulate=emulate, memory=memory)
     spec = resolved_spec(given, None)
 
     def nbytes(choice):
