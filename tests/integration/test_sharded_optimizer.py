@@ -121,12 +121,14 @@ def test_lent_weights_give_the_bits_of_whole_ones(tmp_path, sections):
 
 
 @slow
-@pytest.mark.parametrize("links", [{"delay": "3ms"}, {"rate": "40mbit"}, {"inside": "gloo"}], ids=str)
-def test_slow_links_do_not_change_what_three_replicas_compute(tmp_path, links):
+@pytest.mark.parametrize(
+    "sections", [{"emulate": {"delay": "3ms"}}, {"emulate": {"rate": "40mbit"}}, {"links": {"inside": "gloo"}}], ids=str
+)
+def test_slow_links_do_not_change_what_three_replicas_compute(tmp_path, sections):
     """Neither do schedules: gradients are added in the same order."""
     training = {"steps": 3, "global_batch": 18, "micro_batch": 1, "eval_every": 1, "eval_batches": 2}
-    schedule = "1f1b" if "inside" in links else "zero-bubble"
-    slow_run = train(tmp_path / "slow", sharded(3, 2, memory=ALL, training=training, links=links, schedule=schedule))
+    schedule = "1f1b" if "links" in sections else "zero-bubble"
+    slow_run = train(tmp_path / "slow", sharded(3, 2, memory=ALL, training=training, schedule=schedule, **sections))
     run = train(tmp_path / "run", sharded(3, 2, memory=GRADIENTS, training=training, schedule="1f1b"))
     assert_same_run(slow_run, run)
     assert [row["validation"] for row in slow_run.metrics] == [row["validation"] for row in run.metrics]

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from typing import get_args
 
@@ -138,26 +138,36 @@ class Trained:
         return outputs | {"norms": torch.tensor(self.norms)} | self.update.tensors()
 
 
-def check_bits(spec: ModelSpec, which: Iterable[Offload], **keys) -> None:
-    plain, offloaded = Trained(spec, (), **keys).found(), Trained(spec, which, **keys).found()
-    assert plain.keys() == offloaded.keys()
-    assert [name for name in plain if not torch.equal(plain[name].cpu(), offloaded[name].cpu())] == []
+@cache
+def plain(family: str, dropout: float, **keys) -> dict[str, torch.Tensor]:
+    """What a stage computes that offloads nothing."""
+    return Trained(make_spec(family, num_layers=6, dropout=dropout), (), **keys).found()
+
+
+def check_bits(
+    family: str, which: Iterable[Offload], *, dropout: float = 0.0, memory: type[HostMemory] = HostMemory, **keys
+) -> None:
+    expected = plain(family, dropout, **keys)
+    got = Trained(make_spec(family, num_layers=6, dropout=dropout), which, memory=memory, **keys).found()
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name].cpu(), got[name].cpu())] == []
 
 
 @pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["fp32", "bf16"])
 def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
     if bf16 or "master" not in which:
-        check_bits(make_spec("llama", num_layers=6), which, bf16=bf16)
+        check_bits("llama", which, bf16=bf16)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("level", get_args(Recompute))
 @pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("is_split", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["whole", "split"])
 def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split):
-    spec = make_spec(family, num_layers=6, dropout=0.1 if family == "gpt2" else 0.0)
-    check_bits(spec, OPTIONS, level=level, is_split=is_split, bf16=True, steps=2)
-    check_bits(spec, ["residual", "weights"], level=level, is_split=is_split, steps=1)
+    keys = {"level": level, "is_split": is_split, "dropout": 0.1 if family == "gpt2" else 0.0}
+    check_bits(family, OPTIONS, bf16=True, steps=2, **keys)
+    check_bits(family, ["residual", "weights"], steps=1, **keys)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +178,20 @@ def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split)
     ],
 )
 def test_every_optimizer_gets_its_states_from_the_host(optimizer, device):
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device=device)
+    check_bits("llama", OPTIONS, optimizer=optimizer, bf16=True, device=device)
 
 
 @pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
 @pytest.mark.parametrize("is_split", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["whole", "split"])
 def test_nothing_is_read_or_overwritten_before_its_copy_is_waited_for(which, is_split):
-    check_bits(make_spec("llama", num_layers=6), which, bf16=True, is_split=is_split, steps=2, memory=LateMemory)
+    check_bits("llama", which, bf16=True, is_split=is_split, steps=2, memory=LateMemory)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("level", get_args(Recompute))
 def test_late_copies_give_the_same_bits_at_every_level(level, monkeypatch):
     monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 5000)
-    check_bits(make_spec("gpt2", num_layers=6), OPTIONS, level=level, bf16=True, memory=LateMemory)
+    check_bits("gpt2", OPTIONS, level=level, bf16=True, memory=LateMemory)
 
 
 @every_device
@@ -195,7 +206,7 @@ def test_states_that_are_read_in_place_have_the_same_bits(optimizer, device, mon
         optimizer.reads_host_memory = True
 
     monkeypatch.setattr(BlockwiseAdamW, "__init__", make)
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, optimizer=optimizer, bf16=True, device=device)
+    check_bits("llama", OPTIONS, optimizer=optimizer, bf16=True, device=device)
 
 
 @pytest.mark.gpu
@@ -207,12 +218,12 @@ def test_both_kinds_of_access_are_measured(optimizer, caplog):
 
 
 def test_gradients_in_8_bits_combine_with_states_on_the_host():
-    check_bits(make_spec("llama", num_layers=6), ["m", "v", "weights"], fp8_gradients=True)
+    check_bits("llama", ["m", "v", "weights"], fp8_gradients=True)
 
 
 def test_parts_of_an_update_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 5000)
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, bf16=True)
+    check_bits("llama", OPTIONS, bf16=True)
 
 
 def test_a_checkpoint_is_loaded_with_and_without_offload():
@@ -274,14 +285,14 @@ def test_memory_does_not_grow_after_the_first_step(which):
 @pytest.mark.parametrize("which", EACH_AND_PAIRS, ids="+".join)
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_bits_are_equal_on_cuda(which, is_split):
-    check_bits(make_spec("llama", num_layers=6), which, bf16=True, is_split=is_split, device="cuda")
+    check_bits("llama", which, bf16=True, is_split=is_split, device="cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", get_args(Recompute))
 def test_bits_are_equal_on_cuda_at_every_level(level):
-    check_bits(make_spec("llama", num_layers=6), OPTIONS, level=level, bf16=True, device="cuda")
-    check_bits(make_spec("gpt2", num_layers=6), ["residual", "weights", "m"], level=level, device="cuda")
+    check_bits("llama", OPTIONS, level=level, bf16=True, device="cuda")
+    check_bits("gpt2", ["residual", "weights", "m"], level=level, device="cuda")
 
 
 @pytest.mark.gpu
