@@ -64,6 +64,8 @@ demo: $(READY)  ## train the demo on this machine: four workers, packed wire
 # Two calls: tests marked serial measure time or use every core, so nothing runs beside them.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS)
 PARALLEL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# Files with tests marked serial; the others need not be imported.
+WITH_SERIAL = $(shell grep -rl --include='test_*.py' 'mark\.serial' tests)
 
 test: LEFT_OUT = and not ci
 test: test-parallel test-serial  ## run the quicker part of the tests
@@ -72,12 +74,12 @@ test-parallel: $(READY)
 	$(PYTEST) $(PARALLEL) -m 'not serial and not acceptance $(LEFT_OUT)'
 
 test-serial: $(READY) test-parallel
-	$(PYTEST) -m 'serial and not acceptance $(LEFT_OUT)'
+	$(PYTEST) -m 'serial and not acceptance $(LEFT_OUT)' $(WITH_SERIAL)
 
 acceptance: $(READY)  ## run the slow tests; result in benchmarks/results/acceptance.txt
 	@{ date -I; git rev-parse --short HEAD; uname -srm; nproc; } > benchmarks/results/acceptance.txt
 	set -o pipefail; $(PYTEST) $(PARALLEL) -m 'acceptance and not serial' | tee -a benchmarks/results/acceptance.txt
-	set -o pipefail; $(PYTEST) -m 'acceptance and serial' | tee -a benchmarks/results/acceptance.txt
+	set -o pipefail; $(PYTEST) -m 'acceptance and serial' $(WITH_SERIAL) | tee -a benchmarks/results/acceptance.txt
 
 test-netem-vm: $(READY)  ## run the kernel backend's tests on a kernel with netem, under qemu
 	$(BIN)/python -m vm --result netem/results/kernel_qemu_$(shell date +%Y%m).md $(VM_FLAGS)

@@ -75,6 +75,7 @@ def test_blocks_of_other_layers_are_recomputed_and_offloaded_to_the_bit(tmp_path
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=model)))
 
 
+@pytest.mark.ci
 def test_z_loss_gives_the_plain_loop_that_adds_it_to_the_gradient_only(tmp_path, uncut):
     config = tiny(pipeline={"stages": 2}, training={"z_loss": 0.1})
     assert_equal_to_the_bit(launch(tmp_path, config), expected := plain(config))
@@ -91,6 +92,7 @@ def test_a_run_is_resumed_with_and_without_offload(tmp_path, uncut):
     assert_equal_to_the_bit(run, uncut)
 
 
+@pytest.mark.ci
 def test_every_option_at_once_trains_and_offload_changes_no_bit_of_it(tmp_path):
     arithmetic = {"gradients": "bf16", "residual": "bf16", "loss_chunks": 2}
     training = {
@@ -155,6 +157,7 @@ def test_fp8_flow_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut
     assert_equal_to_the_bit(launch(tmp_path, tiny(**sections, pipeline=pipeline)), uncut_fp8)
 
 
+@pytest.mark.ci
 def test_fp8_flow_is_resumed_to_the_bit(tmp_path, uncut_fp8):
     halfway = tiny(**COAT, training={"steps": 2}, pipeline={"stages": 2})
     train(tmp_path, halfway)
@@ -175,6 +178,7 @@ def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp
     assert run.losses != without.losses
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "pipeline", "memory"),
     [
@@ -191,6 +195,7 @@ def test_fp8_products_give_the_plain_loop(tmp_path, family, pipeline, memory):
 AGOQ = {"activations": {"kind": "agoq", "bits": 4}, "gradients": "fp8"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "pipeline"),
     [("gpt2", {"stages": 2, "schedule": "zero-bubble"}), ("qwen3", {"stages": 3, "schedule": "1f1b"})],
@@ -204,6 +209,7 @@ def test_stored_activations_and_gradients_give_the_plain_loop(tmp_path, family, 
     assert expected.losses != plain(config | {"memory": {}}).losses
 
 
+@pytest.mark.ci
 def test_how_links_are_used_changes_nothing(tmp_path, uncut):
     links = {"first": "gradients", "connections": 3, "cap_up": "50mbit", "cap_down": "60%"}
     assert_equal_to_the_bit(

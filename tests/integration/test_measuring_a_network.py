@@ -8,7 +8,7 @@ from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
 
-pytestmark = [pytest.mark.netns, pytest.mark.serial]
+pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.ci]
 
 ATTEMPTS = 3
 """A machine that is busy with something else makes a network slower than it was set."""

@@ -77,6 +77,7 @@ def test_two_stages_have_the_same_losses_over_a_measured_network(tmp_path):
     assert all(row["step_time_s"] > 4 * DELAY_S for row in over_network.metrics)
 
 
+@pytest.mark.ci
 @pytest.mark.serial
 @pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.acceptance)])
 def test_network_is_measured_in_five_seconds(tmp_path, stages):

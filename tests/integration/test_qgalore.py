@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from tahq.memory.galore.stored_weight import snapshot_weight
 
+pytestmark = pytest.mark.ci
+
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
 # Searches at step 0, then at 2 in the first two layers and at 3 in the others; found stable at once, so gaps double.
 QGALORE = {"optimizer": "qgalore", "qgalore": {"gap": 2, "queue": 1, "threshold": 0.01, "max_gap": 4}, "lr": 3e-3}

@@ -79,6 +79,7 @@ class FirewalledRun:
         return Run(self.metrics.parent, 0, stdout, stderr)
 
 
+@pytest.mark.ci
 def test_path_between_hosts_behind_drop_inbound_is_measured_through_the_relay(tmp_path, machines):
     command = ("measure", "cluster.yaml", "--micro-batch", "2", "--codecs", "raw", "--seconds", "0.3")
     done = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], SMALL, command).finish()

@@ -141,6 +141,7 @@ def test_compare_as_json_lines(compare, tmp_path):
     assert json.loads(stdout)["relative_error"] is None
 
 
+@pytest.mark.ci
 def test_compare_draws_a_plot(compare, tmp_path):
     pytest.importorskip("matplotlib")
     assert compare("x.safetensors", "--plot", "out.png")[0] == 0

@@ -106,6 +106,7 @@ CODEC_TIMES = "codecs: {wf:bits=4: {encode_per_element: 1.0e-8, decode_per_eleme
 FULL = {**SLEEPING, "pipeline": {"stages": 3, "schedule": "gpipe"}}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("config", "arguments", "numbers", "notes"),
     [
@@ -146,6 +147,7 @@ def test_every_replica_is_shown(plan, tmp_path):
     assert [row[3] for row in rows[-2:]] == ["+".join(map(str, each["layers"])) for each in replicas["plans"]]
 
 
+@pytest.mark.ci
 def test_example_of_the_docs_is_the_printed_report(tahq, monkeypatch):
     root = EXAMPLES.parents[1]
     monkeypatch.chdir(root)
@@ -173,6 +175,7 @@ def test_written_file_has_the_plan_in_it(planned):
     assert config.emulate.sleep.backward == pytest.approx([2 * seconds for seconds in expected])
 
 
+@pytest.mark.ci
 def test_hosts_of_namespaces_keep_their_network_so_that_planning_again_predicts_the_same(planned, tahq, tmp_path):
     # three stages, so that all hosts are in it; host0, whose uplink is slow, sends least as the last stage
     _, figures, config = planned(NETWORK, "--stages", "3")

@@ -147,6 +147,7 @@ def request(run: Run, **options) -> ProbeRequest:
     return ProbeRequest(run.folder.parents[1] / "cluster.yaml", changes, ("tah / raw",), **options)
 
 
+@pytest.mark.ci
 def test_resume_continues_from_the_checkpoint_to_the_bit(run):
     setup = open_setup(request(run, resume=True))
     assert setup.start_step == 2

@@ -247,6 +247,7 @@ def test_congestion_controls_and_sweeps_are_kept_apart(rows):
     assert "## other: " in sweep_report([*rows, *(each | {"sweep": "other"} for each in others)])
 
 
+@pytest.mark.ci
 def test_profiles_are_apart_from_networks_without_delay_and_plots_are_beside_the_table(tmp_path):
     path = tmp_path / "results.jsonl"
     World().sweep(small(profiles=["cable"]), path)
@@ -257,6 +258,7 @@ def test_profiles_are_apart_from_networks_without_delay_and_plots_are_beside_the
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
 
 
+@pytest.mark.ci
 def test_losses_are_drawn_for_real_compute(rows, tmp_path):
     for each in rows[:2]:
         each["point"]["compute"] = "real"
