@@ -96,8 +96,14 @@ def test_shares_give_the_bits_of_whole_states(tmp_path, optimizer, memory, insid
     [
         {"training": {"precision": "bf16", "eval_every": 2, "eval_batches": 2}, "model": {"dropout": 0.1}},
         {"memory": {"recompute": "block", "offload": ["residual"]}, "links": {"inside": "gloo"}, "schedule": "1f1b"},
-        {"schedule": "interleaved", "pipeline": {"chunks": 2}, "training": {"eval_every": 1, "eval_batches": 1}},
-        {"training": {"optimizer": "adamw_bf16", "adamw_bf16": {"weights": "bf16"}}, "model": {"family": "llama"}},
+        pytest.param(
+            {"schedule": "interleaved", "pipeline": {"chunks": 2}, "training": {"eval_every": 1, "eval_batches": 1}},
+            marks=slow,
+        ),
+        pytest.param(
+            {"training": {"optimizer": "adamw_bf16", "adamw_bf16": {"weights": "bf16"}}, "model": {"family": "llama"}},
+            marks=slow,
+        ),
         {"memory": {"recompute": "ffn", "activations": "none", "gradients": "fp8"}, "training": {"precision": "bf16"}},
     ],
     ids=["bf16, evaluated", "recomputed, offloaded", "in chunks", "bf16 weights", "8-bit gradients"],

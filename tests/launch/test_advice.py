@@ -178,9 +178,9 @@ def overridden(config, changes, path):
     return load_config(path, changes)
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.acceptance) for n in range(20, 200, 20))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.acceptance) for n in range(10, 200, 10))])
 def test_advice_names_the_change_with_the_largest_gain(first, tmp_path):
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         run = Run(seed)
         sentence = advice(run.config, run.step)
         best_s = min(filter(None, candidates(run, random.Random(seed))), default=run.now.step_s)
@@ -195,7 +195,7 @@ def test_advice_names_the_change_with_the_largest_gain(first, tmp_path):
 
 
 def test_resumed_run_takes_the_advice_and_finds_a_schedule_as_good(tmp_path):
-    for seed in range(20):
+    for seed in range(10):
         run = Run(seed)
         sentence = advice(run.config, run.step)
         changes = assignments(sentence)
