@@ -279,8 +279,7 @@ def generate(
 
     Example: tahq generate runs/demo 'def main('
     """
-    from tahq_launch.generate import generate_text
-    from tahq_launch.loaded_model import default_device
+    from tahq_launch.loaded_model import default_device, generate_text
     from tahq_launch.runs.found import find_run
 
     where = device or default_device()

@@ -1,4 +1,4 @@
-"""A trained model in memory: a run's checkpoint, exported on the way, or any folder that transformers loads."""
+"""A trained model in memory, from a run, exported on the way, or a folder that transformers loads; text it writes."""
 
 import sys
 import tempfile
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
+from tahq.errors import UserError
 from tahq.models.model_spec import CONFIG_FILE
 from tahq_launch.export import export_run
 
@@ -52,3 +53,27 @@ def load_model(folder: Path, device: str) -> tuple[Any, Any]:
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
     return model.eval(), tokenizer
+
+
+def generate_text(source: Path, prompt: str, *, num_tokens: int, temperature: float, seed: int, device: str) -> None:
+    """Print the prompt's continuation word by word, on one device that holds the whole model.
+
+    Args:
+        source: a run's folder, or one with config.json, safetensors and a tokenizer.
+        prompt: text that is continued as it stands.
+        num_tokens: at most so many new tokens; fewer if the model ends the text.
+        temperature: of the sampling; 0: always the likeliest token.
+        seed: of the sampling.
+        device: cpu, cuda or cuda:N.
+
+    Raises:
+        UserError: there is no such model, or the prompt is empty.
+    """
+    with model_folder(source) as folder:
+        model, tokenizer = load_model(folder, device)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+        if inputs["input_ids"].numel() == 0:
+            raise UserError("the prompt is empty; give at least one word")
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        model.generate(**inputs, max_new_tokens=num_tokens, streamer=TextStreamer(tokenizer), **sampling)

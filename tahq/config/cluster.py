@@ -13,15 +13,14 @@ from pydantic import Field, model_validator
 from tahq.comm.config import Hosts, LinksConfig, LinkTransport, host_shaping
 from tahq.comm.keys import SecurityConfig
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.network_config import NetworkConfig
+from tahq.comm.network_config import EmulatedNetwork, NetworkConfig
 from tahq.comm.topology import Grid
 from tahq.comm.zmq.addresses import LOOPBACK, WILDCARDS, parse_address
-from tahq.config.emulate import EmulateConfig
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
 from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, Shard
-from tahq.models.config import ModelConfig
+from tahq.models.config import ModelConfig, SleepConfig
 from tahq.pipeline.checkpoint.renamed_keys import with_present_names
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
@@ -71,6 +70,19 @@ NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
 MAX_MICRO_BATCHES = 65_536
 """Per step; the schedule lists each of them."""
+
+
+class EmulateConfig(EmulatedNetwork):
+    """Slow links and stages that sleep, to try many machines on one.
+
+    `rate` and `delay` are imitated inside the workers, or, with `hosts: namespaces`, by a real network on this machine,
+    for which the keys from `up` on are.
+
+    Example: `emulate: {rate: 100mbit, delay: 20ms}` or `emulate: {profile: cable}`
+    """
+
+    sleep: SleepConfig | None = None
+    """Stages sleep instead of computing, to measure networks with fewer cores than stages; learns nothing."""
 
 
 class ClusterConfig(Section):

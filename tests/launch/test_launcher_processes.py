@@ -194,7 +194,7 @@ def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, 
     assert (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize("balance", ["counted", "measured"])
+@pytest.mark.parametrize("balance", ["counted", pytest.param("measured", marks=pytest.mark.ci)])
 def test_workers_started_by_hand_complete_a_run(balance, tmp_path, start):
     """Workers that have measured join the run by themselves."""
     write_config(tmp_path, {**TWO_STAGES, "pipeline": {"stages": 2, "balance": balance}})

@@ -52,6 +52,7 @@ def free_port():
         return server.getsockname()[1]
 
 
+@pytest.mark.ci
 def test_unreachable_host_is_named_and_the_other_figures_are_written(tmp_path, start):
     """Workers by hand: the first advertises a closed port, the second only dials out, and nothing is relayed."""
     address, dead = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"

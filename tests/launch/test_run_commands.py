@@ -140,6 +140,7 @@ def test_tokens_per_s_count_prompts_and_padding_and_tokens_the_responses(tmp_pat
         assert row["tokens_per_s"] == pytest.approx(8 * 32 / row["step_time_s"])
 
 
+@pytest.mark.ci
 def test_run_at_an_address_is_shown_and_stopped_by_its_owner_alone(tmp_path, start, name):
     member = new_key_pair()
     run = {**ENDLESS["run"], "name": name}

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tahq.quant import bit_planes
-from tahq.quant.cpu.hadamard import hadamard
 from tahq.quant.cpu.kernel import MIN_ELEMENTS_PER_THREAD, Team, split
 from tahq.quant.cpu.levels import (
     ScaledLevels,
@@ -23,16 +21,13 @@ from tahq.quant.cpu.levels import (
     stochastic_code,
 )
 from tahq.quant.cpu.numbers import Key, Values, hash_of, largest_magnitude, read_scaled, write_scaled
-from tahq.quant.cpu.planes import read_planes, write_planes
 from tahq.quant.gaussian import small_scale
 from tahq.quant.gaussian.levels import magnitude_indices, magnitudes_of, threshold_table
 from tahq.quant.stochastic_rounding import hashes
 from tahq.quant.tah.cpu_select import NUM_COUNTS, mark_smallest
-from tahq.quant.tiling import hadamard as reference_hadamard
 
 F = np.float32
 ONE = F(1.0)
-every_group = pytest.mark.parametrize("group", [8, 16, 32, 64, 128, 256])
 
 
 def finite_halves():
@@ -73,31 +68,6 @@ def test_values_that_are_not_finite_are_seen_wherever_they_are_and_never_written
             spoiled = x.clone()
             spoiled[place] = bad
             assert largest_magnitude(Values.of(spoiled), 0, count) >= 0x7F800000
-
-
-@every_group
-def test_planes_equal_the_references_and_come_back(group):
-    codes = np.random.default_rng(group).integers(0, 256, group).astype(np.uint8)
-    expected = bit_planes.to_planes(torch.from_numpy(codes)[None])[0].numpy()
-    for first, num_bits in ((0, 8), (3, 1), (2, 6)):
-        plane = group // 8
-        out = np.full(num_bits * plane + 2, 0xAA, np.uint8)
-        write_planes(codes.view(np.uint64), first, num_bits, out, 1)
-        np.testing.assert_array_equal(out[1:-1].reshape(num_bits, plane), expected[first : first + num_bits])
-        assert out[0] == out[-1] == 0xAA
-        words = np.zeros(plane, np.uint64)
-        read_planes(out, 1, first, num_bits, words)
-        np.testing.assert_array_equal(words.view(np.uint8), codes & ((1 << num_bits) - 1) << first)
-
-
-@every_group
-def test_transform_equals_the_reference(group):
-    x = torch.randn(3, group, generator=torch.Generator().manual_seed(group)) * torch.tensor([[1.0], [1e-39], [1e30]])
-    x[:, ::3] = -0.0
-    y = x.clone().numpy()
-    for row in y:
-        hadamard(row, F(group**-0.5))
-    assert torch.equal(torch.from_numpy(y).view(torch.int32), reference_hadamard(x).view(torch.int32))
 
 
 @given(rows=st.integers(1, 3), data=st.data(), length=st.integers(1, 40), few=st.booleans())

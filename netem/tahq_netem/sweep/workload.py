@@ -23,8 +23,7 @@ import numpy as np
 
 from tahq.comm.config import LinksConfig
 from tahq.comm.network_model import ACKNOWLEDGED_SHARE, GOODPUT_SHARE, SHORTEST_QUEUE_S, goodput_bits_per_s
-from tahq.config.cluster import ClusterConfig
-from tahq.config.emulate import EmulateConfig
+from tahq.config.cluster import ClusterConfig, EmulateConfig
 from tahq.config.file import resolve
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
