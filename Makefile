@@ -29,7 +29,7 @@ IN_BENCH   := assumption coat_states codec demo links optimizer_memory planner q
               runtime
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
-.PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check lint types imports stats \
+.PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check static lint types imports stats \
         docs format bench chaos dist clean
 .DEFAULT_GOAL := help
 
@@ -84,7 +84,9 @@ acceptance: $(READY)  ## run the slow tests; result in benchmarks/results/accept
 test-netem-vm: $(READY)  ## run the kernel backend's tests on a kernel with netem, under qemu
 	$(BIN)/python -m vm --result netem/results/kernel_qemu_$(shell date +%Y%m).md $(VM_FLAGS)
 
-check: lint types imports stats test-parallel test-serial  ## format, lint, types, import order, size, tests
+check: static test-parallel test-serial  ## format, lint, types, import order, size, tests
+
+static: lint types imports stats
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)
