@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import yaml
 from support.runs import launch, train
 
@@ -18,6 +19,7 @@ def named(values, name):
     return values | {"run": values["run"] | {"name": name}}
 
 
+@pytest.mark.ci
 def test_run_is_planned_once_and_repeated_to_the_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("TAHQ_CACHE", str(tmp_path / "cache"))
     dry = launch(tmp_path, named(MINIMAL, "dry"), "--dry-run")

@@ -93,6 +93,7 @@ def test_path_between_hosts_behind_drop_inbound_is_measured_through_the_relay(tm
     assert "(relayed)" in done.stdout
 
 
+@pytest.mark.ci
 def test_run_that_measures_first_is_planned_and_trains_over_the_relay(tmp_path, machines):
     config = {**SMALL, "pipeline": {"stages": 2}}
     run = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], config).finish()
@@ -119,6 +120,7 @@ def relays(coordinator: WarmProcess) -> list[int]:
     return [pid for pid in children(coordinator.pid) if "tahq.comm.relay.forwarding" in command_line(pid)]
 
 
+@pytest.mark.ci
 def test_relay_that_dies_is_survived(tmp_path, machines):
     config = {**SMALL, "training": {**SMALL["training"], "steps": 60}}
     run = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], config)
@@ -130,6 +132,7 @@ def test_relay_that_dies_is_survived(tmp_path, machines):
     assert done.losses == train(tmp_path / "local", config).losses
 
 
+@pytest.mark.ci
 def test_restarted_coordinator_opens_its_relay_again(tmp_path, machines):
     config = {**SMALL, "training": {**SMALL["training"], "steps": 60}}
     run = FirewalledRun(tmp_path, machines, ADDRESSES["IPv4"], config)
