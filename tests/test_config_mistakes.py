@@ -59,7 +59,7 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
             "save_steps: 10",
             "training.save_steps is not a key of training; use run.checkpoint_every, in st",
         ),
-        ("text: stdlib", "messages: chat.jsonl", "data.messages is not a key of data; use data.jsonl, whose lines may be chats"),
+        ("text: stdlib", "messages: chat.jsonl", "data.messages is not a key of data; use data.jsonl, whose lines may"),
         ("steps: 10", "save_total_limit: 3", "training.save_total_limit is not a key of training; use run.keep_check"),
         ("hosts: local", "adapter: lora", "adapter is not a section of a configuration; use full training; adapters"),
     ],

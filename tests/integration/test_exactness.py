@@ -67,6 +67,7 @@ def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path, sched
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=llama)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["olmo2", pytest.param("gemma2", marks=pytest.mark.acceptance)])
 def test_blocks_of_other_layers_are_recomputed_and_offloaded_to_the_bit(tmp_path, family):
     model = {"family": family, "num_kv_heads": 1, "intermediate_size": 96}

@@ -80,7 +80,7 @@ def train_in_one_loop(model: PreTrainedModel, config: ClusterConfig) -> list[flo
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
-        pytest.param(family, tied, marks=[] if family in SMOKE and tied else pytest.mark.acceptance)
+        pytest.param(family, tied, marks=pytest.mark.ci if family in SMOKE and tied else pytest.mark.acceptance)
         for family in FAMILIES
         for tied in ((False, True) if family.startswith(("gemma", "gpt2")) else (False,))
     ],
