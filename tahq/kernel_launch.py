@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from triton.runtime import driver
 
 ALIGNMENT = 16
 """Bytes; Triton compiles for pointers that are multiples of it, and for others."""
@@ -56,6 +55,8 @@ def _with_numbers(known: Callable[..., None], arguments: tuple[Any, ...]) -> Cal
 
 def launcher(compiled: Any, grid: tuple[int, int, int], index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
     """Like `compiled[grid]` (Triton 3.2 to 3.9), in 5 µs instead of 8: it does not look for profiler hooks."""
+    from triton.runtime import driver  # there where a kernel has been compiled
+
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream_of, hooks = driver.active.get_current_stream, (None, None, None)
 

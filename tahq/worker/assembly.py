@@ -25,6 +25,7 @@ from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
+from tahq.hub import local_folder
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.block_graphs import BlockGraphs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
@@ -40,7 +41,7 @@ from tahq.memory.shares import shares_of
 from tahq.models.costs import counted_costs
 from tahq.models.fused_attention import attend_in_chunks
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.model_spec import ModelSpec, load_spec, require_folder
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import SleepingSlice
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, build_slice, slice_parameters
@@ -291,6 +292,8 @@ class Assembly:
             UserError: the configuration does not fit this machine.
         """
         stage, stages = assign.stage, config.pipeline.stages
+        if config.model.path is not None:  # before its tokenizer, so that a message names this key
+            require_folder(local_folder(config.model.path))
         working("reading data")
         data = StageData.load(config) if stage % stages in (0, stages - 1) else None
         working("building the model")

@@ -72,6 +72,14 @@ def test_live_run_is_listed_shown_and_stopped_from_any_folder(tmp_path, named, n
     assert f"runs/{name} is not running here: ended with status 130" in again.stderr
 
 
+def test_folder_of_data_with_a_runs_name_is_not_taken_for_the_run(tmp_path, tahq):
+    finished_run(tmp_path / "runs" / "books", num_steps=2)
+    (tmp_path / "books").mkdir()
+    status, shown, _ = tahq("tahq", "status", "books")
+    assert (status, shown.startswith("books: ")) == (0, True), shown
+    assert_one_line(tahq("tahq", "pull", "books"), 2, "runs/books has no checkpoint yet; a live run writes one when")
+
+
 def test_run_that_is_stopped_now_writes_no_checkpoint(tmp_path, training):
     stopped = finish(tmp_path, "tahq", "stop", "tiny", "--now")
     assert (stopped.returncode, training.wait(30)) == (0, 143)

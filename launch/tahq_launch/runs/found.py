@@ -11,6 +11,7 @@ RUNS = Path("runs")
 """Where `run.dir` puts runs unless it is set."""
 METRICS = "metrics.jsonl"
 _LOCK = ".lock"
+_OF_RUNS_AND_MODELS = (METRICS, _LOCK, "config.yaml", "config.json")
 
 
 def writer_of(folder: Path) -> int | None:
@@ -62,8 +63,9 @@ def find_run(name: str | Path) -> Path:
     Raises:
         UserError: there is no such run; the message names the runs that there are.
     """
-    for folder in (Path(name), RUNS / name):
-        if folder.is_dir():
+    folders = [folder for folder in (Path(name), RUNS / name) if folder.is_dir()]
+    for folder in folders:
+        if any((folder / file).exists() for file in _OF_RUNS_AND_MODELS):  # else it is the data, perhaps
             return folder
     live = live_runs()
     matching = [folder for folder in live if folder.name == str(name)]
@@ -71,6 +73,8 @@ def find_run(name: str | Path) -> Path:
         return matching[0]
     if matching:
         raise UserError(f"several runs here are named {name}: {', '.join(map(str, matching))}; give the folder")
+    if folders:
+        return folders[0]
     there = ", ".join(dict.fromkeys(folder.name for folder in (*kept_runs(), *live)))
     raise UserError(
         f"{brief(str(name))} is not a run's folder, nor a name in {RUNS}/ or of a run that is live here; there are: "

@@ -26,7 +26,7 @@ from tahq.config.file import config_from_json, load_config
 from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, TahqError, UserError
 from tahq.observe import figures
 from tahq.pipeline.checkpoint.copies import Pieces, fetch_file, has_file
-from tahq.pipeline.checkpoint.manifest import Manifest, StageFile, read_latest, read_manifest, snapshot_folders
+from tahq.pipeline.checkpoint.manifest import LATEST, Manifest, StageFile, read_latest, read_manifest, snapshot_folders
 from tahq.units import format_size
 from tahq_launch.command_line import progress_of
 from tahq_launch.runs.at_address import WorkerFiles
@@ -50,8 +50,12 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Manifest]:
     folder = RunFolder(run)
     if not run.is_dir():
         raise UserError(f"{run} is not a run's folder; expected a folder such as runs/demo")
-    if step is None:
+    if step is None and (folder.snapshots / LATEST).exists():
         return read_latest(folder.snapshots)
+    if step is None:
+        raise UserError(
+            f"{run} has no checkpoint yet; a live run writes one when run.checkpoint_every says, and at tahq stop"
+        )
     folders = snapshot_folders(folder.snapshots)
     if step not in folders:
         existing = ", ".join(map(str, folders)) or "none"
