@@ -50,7 +50,7 @@ class ModelConfig(Section):
     """The model: a local folder, a name on the Hugging Face Hub, or a family with sizes, whose weights are random. A
     text alone is its `path`.
 
-    Example: `model: Qwen/Qwen3-0.6B` or `model: {family: gpt2, num_layers: 8, hidden_size: 256, num_heads: 8}`
+    Example: `model: {path: Qwen/Qwen3-0.6B}` or `model: {family: gpt2, num_layers: 8, hidden_size: 256, num_heads: 8}`
     """
 
     path: str | None = None

@@ -164,7 +164,8 @@ def collected(
         except TahqError as error:
             failures = [str(error)]
     if failures:
-        reasons = "; ".join(failures) if is_wanted() else f"left on their hosts: {', '.join(e.file for e in files)}"
+        left = ", ".join(entry.file for entry in files if not (folder / entry.file).is_file())
+        reasons = "; ".join(failures) if is_wanted() else f"left on their hosts: {left}"
         warn(
             f"{reasons}; copy them into {folder} by hand, or resume the run (done already: with more training.steps) "
             f"and call `tahq pull {run}` meanwhile"
