@@ -16,26 +16,36 @@ from typing import Any, Final
 from tahq.errors import ModelError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_PINNED: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40}")
 _SMALL: Final = ["*.json", "*.txt", "*.model", "*.jinja"]
 """Configuration, tokenizer, and the index of the weights."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path is no folder here, and may be a name on the Hub."""
-    return bool(_NAME.fullmatch(path)) and not os.path.exists(os.path.expanduser(path))
-
-
-def local_folder(path: str) -> Path:
-    """A folder here; or for a name on the Hub that of its small files, downloaded if they are not here.
-
-    ModelError: the Hub has no such model, or does not give it to this user, or cannot be reached.
-    """
-    return _small_files(*_parts(path)) if is_hub_name(path) else Path(os.path.expanduser(path))
+    """Whether this is ``NAME@COMMIT``, as `pinned` writes it: no other path is ever looked for on the Hub."""
+    return bool(_PINNED.fullmatch(path))
 
 
 def pinned(path: str) -> str:
-    """The path; or for a name on the Hub ``NAME@COMMIT``. ModelError as of `local_folder`."""
-    return f"{_parts(path)[0]}@{local_folder(path).name}" if is_hub_name(path) else path
+    """The path of a folder here, or what is no name; ``NAME@COMMIT`` for ``NAME`` or ``NAME@REVISION`` on the Hub.
+
+    For the machine that starts a run: on others a folder may be missing, and must not be taken for a name.
+
+    Raises:
+        ModelError: the Hub has no such model, or does not give it to this user, or cannot be reached.
+    """
+    if is_hub_name(path) or not _NAME.fullmatch(path) or os.path.exists(os.path.expanduser(path)):
+        return path
+    name, revision = _parts(path)
+    return f"{name}@{_small_files(name, revision).name}"
+
+
+def local_folder(path: str) -> Path:
+    """A folder here; or for ``NAME@COMMIT`` that of its small files, downloaded if they are not here.
+
+    ModelError as of `pinned`.
+    """
+    return _small_files(*_parts(path)) if is_hub_name(path) else Path(os.path.expanduser(path))
 
 
 def weight_files(path: str, single_file: str) -> dict[str, str]:

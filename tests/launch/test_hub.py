@@ -12,6 +12,9 @@ from support.hub_server import COMMIT, HubServer, serving
 from support.runs import Run, command, environment, tiny, train, write_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tahq.config.cluster import ClusterConfig
+from tahq_launch.start.local_checks import check_stage
+
 NAME = "owner/tiny-llama"
 
 
@@ -76,14 +79,16 @@ def test_model_by_name_trains_as_from_its_folder_at_the_commit_of_the_start_and_
 
 FETCHING = """
 import json, sys
+from tahq.hub import pinned
 from tahq.models.config import ModelConfig
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
 from tahq.models.weights import FolderWeights
-names = [*slice_parameters(load_spec(ModelConfig(path=sys.argv[1]), vocab_size=1, seq_len=32), BlockRange(0, 1, 4))]
+path = pinned(sys.argv[1])
+names = [*slice_parameters(load_spec(ModelConfig(path=path), vocab_size=1, seq_len=32), BlockRange(0, 1, 4))]
 told = []
-FolderWeights.find(sys.argv[1], "model").fetch(names, lambda *each: told.append(each))
+FolderWeights.find(path, "model").fetch(names, lambda *each: told.append(each))
 print(json.dumps([names, told]))
 """
 
@@ -101,6 +106,11 @@ def test_interrupted_download_goes_on_and_a_stage_needs_the_files_of_its_layers_
     assert [first for _, first in fetched if first] == [10 * 2**20]
     assert told
     assert all(0 < bytes_done <= whole for _, bytes_done, whole in told)
+
+
+def test_folder_that_is_missing_on_a_host_is_not_looked_for_on_the_hub():
+    (missing,) = check_stage(ClusterConfig.model_validate(config_of("models/tiny")), 0, reads_data=False)
+    assert str(missing).startswith("model.path: no such folder: models/tiny ")
 
 
 @pytest.mark.ci

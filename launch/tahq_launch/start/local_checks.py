@@ -15,7 +15,7 @@ from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import STDLIB, as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
-from tahq.hub import is_hub_name, local_folder
+from tahq.hub import is_hub_name, local_folder, pinned
 from tahq_launch.trackers import check_trackers
 
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -38,8 +38,8 @@ def check_local(config: ClusterConfig) -> None:
 def files_needed(config: ClusterConfig) -> dict[str, list[str]]:
     """Files that workers read, by key: the model's on all of them, the others on the first and the last stage."""
     model, data = config.model.path, config.data
-    needed = {"model.path": [model] if model is not None and not is_hub_name(model) else []}
-    is_file = data.tokenizer not in ("bytes", model) and not is_hub_name(data.tokenizer)
+    needed = {"model.path": [model] if model is not None and not is_hub_name(pinned(model)) else []}
+    is_file = data.tokenizer not in ("bytes", model) and not is_hub_name(pinned(data.tokenizer))
     needed["data.tokenizer"] = [data.tokenizer] if is_file else []
     for key in _SUFFIXES:
         patterns = as_patterns(getattr(data, key) or ())
