@@ -1,4 +1,5 @@
-"""Leads the workers of `tahq measure`: first each measures its own compute, all at once, then the paths between them.
+"""Leads the workers of `tahq measure`: first each measures its own compute, all at once, then the paths between them,
+last its codecs if these can matter.
 
 If a host cannot dial another, the other dials; if neither can, both dial this machine, which would relay their link.
 A path that cannot be measured is noted and the next is measured; a lost worker ends the measurement, and the figures
@@ -30,6 +31,7 @@ class Measuring:
         machines: the machine of each stage; stages of one machine share its uplink.
         open_relay: called once if there is a path that a run would relay; returns the port on this machine where it
             can be measured. None: no path is relayed.
+        needs_codecs: called when everything else is measured, says whether to time the codecs. None: they are first.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Measuring:
         measured: Measured,
         machines: Sequence[str],
         open_relay: Callable[[], int] | None = None,
+        needs_codecs: Callable[[], bool] | None = None,
     ) -> None:
         self.measured = measured
+        self._needs_codecs = needs_codecs
         self._open_relay = open_relay
         self._relay_port = 0
         self._apart: list[Pair] = []
@@ -48,16 +52,24 @@ class Measuring:
         self._request, self._machines = request, machines
         self._ctx: RunContext
         self._computing: set[int] = set()
+        self._compute_order = MeasureCompute([], [])
         self._batches: list[list[Job]] = []
         self._num_batches = 0
+        self._is_planned = False
         self._orders: dict[int, Job] = {}
         self._num_orders = 0
 
     def begin(self, ctx: RunContext) -> None:
         """All workers are there: order each to measure its own compute."""
         self._ctx = ctx
+        codecs = () if self._needs_codecs is not None else self._request.codecs
+        self._measure_compute(self._request.micro_batches, codecs)
+        ctx.tell_phase(self._activity())
+
+    def _measure_compute(self, sizes: Sequence[int], codecs: Sequence[str]) -> None:
+        ctx = self._ctx
         self._computing = {seat.stage for seat in ctx.seats.held}
-        request = self._request
+        self._compute_order = MeasureCompute(list(sizes), list(codecs), self._request.compute_s)
         places = {
             seat.stage: (self.measured.computers[seat.stage], seat.hello.device if seat.hello else "")
             for seat in ctx.seats.held
@@ -65,9 +77,7 @@ class Measuring:
         for seat in ctx.seats.held:
             place = places[seat.stage]
             shares_gpu = place[1].startswith("cuda") and list(places.values()).count(place) > 1
-            sizes, codecs = list(request.micro_batches), list(request.codecs)
-            ctx.send(seat, MeasureCompute(sizes, codecs, request.compute_s, shares_gpu))
-        ctx.tell_phase(self._activity())
+            ctx.send(seat, replace(self._compute_order, shares_gpu=shares_gpu))
 
     @property
     def is_finished(self) -> bool:
@@ -86,15 +96,20 @@ class Measuring:
             self._take_paths(seat, figures)
         if not self._computing and not self._orders:
             self._next_batch()
+        if self.is_finished and self._needs_codecs is not None:
+            needs_codecs, self._needs_codecs = self._needs_codecs, None
+            if needs_codecs():
+                self._measure_compute((), self._request.codecs)
         self._ctx.tell_phase(self._activity())
 
     def _take_compute(self, seat: Seat, figures: ComputeMeasured) -> None:
-        is_asked = seat.stage in self._computing and bool(figures.times) == bool(self._request.micro_batches)
-        if not is_asked or set(figures.codecs) - set(self._request.codecs):
+        order = self._compute_order
+        is_asked = seat.stage in self._computing and bool(figures.times) == bool(order.micro_batches)
+        if not is_asked or set(figures.codecs) - set(order.codecs):
             raise RemoteProtocolError(f"{seat.name} sent other times than it was asked for")
         self.measured.take_compute(figures, seat.hello.device if seat.hello else "", seat.name)
         self._computing.discard(seat.stage)
-        if not self._computing:
+        if not self._computing and not self._is_planned:
             self._plan()
 
     def _take_paths(self, seat: Seat, figures: PathsMeasured) -> None:
@@ -125,6 +140,7 @@ class Measuring:
         self._num_batches += len(batches)
 
     def _plan(self) -> None:
+        self._is_planned = True
         seats = self._ctx.seats.held
         endpoints = [Endpoint(seat.stage, seat.host, seat.hello.address if seat.hello else "") for seat in seats]
         batches, apart = planned_jobs(endpoints, self._machines, self._request)
@@ -176,7 +192,9 @@ class Measuring:
 
     def _activity(self) -> str:
         if self._computing:
-            return f"{'compute' if self._request.micro_batches else 'memory'} of {stage_list(sorted(self._computing))}"
+            order = self._compute_order
+            what = "compute" if order.micro_batches else "codecs" if order.codecs else "memory"
+            return f"{what} of {stage_list(sorted(self._computing))}"
         if not self._orders:
             return ""
         jobs = ", ".join(self._in_words(job) for job in self._orders.values())

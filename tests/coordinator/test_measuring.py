@@ -63,7 +63,8 @@ class Measurer:
 
     def answer(self, order):
         if isinstance(order, MeasureCompute):
-            return ComputeMeasured(self.stage, 10**9, [TIMES], {spec: [1e-9, 2e-9] for spec in order.codecs})
+            times = [TIMES] if order.micro_batches else []
+            return ComputeMeasured(self.stage, 10**9, times, {spec: [1e-9, 2e-9] for spec in order.codecs})
         refused = [host for stage, host, _ in order.peers if stage in self.unreachable]
         if refused:
             return PathsMeasured(self.stage, order.order, [], [], [], f"{refused[0]}: Connection refused")
@@ -75,13 +76,13 @@ class Measurer:
 def begin(scene):
     """`begin(stage1={…})` builds a coordinator and three workers that measure; returns its figures."""
 
-    def make(request=REQUEST, join_again=None, computers="abc", open_relay=None, **changes_by_stage):
+    def make(request=REQUEST, join_again=None, computers="abc", open_relay=None, needs_codecs=None, **changes_by_stage):
         measured = Measured(["host0", "host1", "host2"], computers)
         scene.coordinator = Coordinator(
             replace(scene.options, is_measuring=True, join_again=join_again),
             scene.server,
             scene.observer,
-            measuring=Measuring(request, measured, "abc", open_relay),
+            measuring=Measuring(request, measured, "abc", open_relay, needs_codecs),
             clock=scene.clock,
         )
         scene.measurers = [
@@ -138,6 +139,28 @@ def test_everything_is_measured_and_all_workers_leave(scene, begin):
     assert scene.end.message == ""
     told = [detail for phase, detail in scene.observer.of("phase_changed") if phase == "measuring"]
     assert {"compute of stages 0, 1, 2", "1/6  host1 and host2", "6/6  host2 and all others"} <= set(told)
+
+
+@pytest.mark.parametrize("are_needed", [True, False])
+def test_codecs_are_timed_after_everything_else_if_the_other_figures_say_so(scene, begin, are_needed):
+    known = []
+
+    def needs_codecs():
+        known.append(measured.numbers(Imitated(), ""))
+        return are_needed
+
+    measured = begin(needs_codecs=needs_codecs)
+    assert scene.run() == 0
+    (numbers,) = known
+    assert len(numbers.paths) == 6
+    assert [host.codecs for host in numbers.hosts] == [{}] * 3
+    for worker in scene.measurers:
+        orders = [(order.micro_batches, order.codecs) for order in worker.orders if isinstance(order, MeasureCompute)]
+        assert orders == [([1, 2], []), *([([], [CODEC])] if are_needed else [])]
+    after = measured.numbers(Imitated(), "")
+    assert [list(host.codecs) for host in after.hosts] == [[CODEC] if are_needed else []] * 3
+    assert [host.compute for host in after.hosts] == [host.compute for host in numbers.hosts]
+    assert scene.observer.of("warned") == []
 
 
 def test_a_peer_that_cannot_be_reached_is_named_and_not_tried_again_and_the_rest_measured(scene, begin):

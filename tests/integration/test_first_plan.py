@@ -40,6 +40,15 @@ def test_run_is_planned_once_and_repeated_to_the_bit(tmp_path, monkeypatch):
     assert re.search(r"measured less than a minute ago \(.*\), free memory just now", second.stdout)
     assert second.losses == losses
 
+    assert "encode_per_element" not in cached.read_text()
+    slow = named(MINIMAL, "slow") | {"emulate": {"rate": "1mbit"}, "training": {"steps": 1, "global_batch": 8}}
+    for run, is_measured in (("slow", True), ("slower", False)):
+        found = train(tmp_path, named(slow, run)).stdout
+        assert ("measuring codecs of stages 0, 1" in found) == is_measured
+        assert "measuring compute" not in found
+        assert re.search("codecs (wf|tah|fixed)", found)
+    assert "encode_per_element" in cached.read_text()
+
     third = train(tmp_path / "third", named(config, "third"))
     assert "planned for" not in third.stdout
     assert third.losses == losses

@@ -45,7 +45,7 @@ wanted=%s
 if [ -n "$wanted" ] && { [ -e "$wanted/pyvenv.cfg" ] || [ ! -e "$wanted" ]; }; then venv=$wanted; else venv=$HOME/%s; fi
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv" >&2
 cat > "$venv/"%s
-"$venv/bin/python" -m pip --disable-pip-version-check install "$venv/"%s >&2
+"$venv/bin/python" -m pip --disable-pip-version-check install --no-compile "$venv/"%s >&2
 rm "$venv/"%s
 echo "venv $venv"
 """

@@ -14,7 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -174,16 +174,29 @@ def first_plan(
     path = cache_path(config, sizes, has_paths=has_paths)
     found = _given_numbers(given) or _cached(path, HOLDS_S[has_paths])
     measures &= given.links.measured is None
-    if measures and found is not None and not by_hand and _computes_on_this_cpu(config):
+    # invited machines get the stage that the plan gives their key
+    keeps_order = start.keeps_order or (by_hand and not start.joined)
+    may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
+
+    def left_open(measured: ClusterNumbers) -> _Open:
+        cluster = _completed(config, spec, measured, has_paths=has_paths)
+        return _Open(given, one_replica(config), spec, slowest_replica(config, cluster), cluster, may_reorder)
+
+    def needs_codecs(measured: ClusterNumbers) -> bool:
+        return left_open(measured).needs_codecs()
+
+    lacks_codecs = measures and found is not None and needs_codecs(_with_unlimited_memory(found[0]))
+    if measures and found is not None and not lacks_codecs and not by_hand and _computes_on_this_cpu(config):
         found = _with_free_memory(found[0], config.pipeline.num_workers), f"{found[1]}, free memory just now"
     elif measures:
         own = () if has_paths else ("hosts=local", "links={}", f"emulate={_sleep_alone(config)}")
         start = replace(start, overrides=(*start.overrides, *own))
-        request = _request(config, sizes, has_paths)
+        request = _request(config, sizes, has_paths, needs_codecs)
         if found is not None:
-            request = MeasureRequest((), (), access=False, paths=False, known=found[0])
+            codecs = request.codecs if lacks_codecs else ()
+            request = MeasureRequest((), codecs, access=False, paths=False, known=found[0])
         cluster, address = _measured(start, request, by_hand, starts_workers)
-        if found is None:
+        if found is None or lacks_codecs:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_numbers(cluster, path, is_complete=True)
         announce("measured; planning")
@@ -192,16 +205,11 @@ def first_plan(
     if found is None:
         return None
     cluster, origin = found
-    cluster = _completed(config, spec, cluster, has_paths=has_paths)
-    whole, figures = config, cluster
-    # invited machines get the stage that the plan gives their key
-    keeps_order = start.keeps_order or (by_hand and not start.joined)
-    may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
-    left_open = _Open(given, one_replica(config), spec, slowest_replica(config, cluster), may_reorder)
+    whole, choices = config, left_open(cluster)
     try:
-        config, planned = left_open.planned()
+        config, planned = choices.planned()
     except NothingFitsError:
-        config, planned = left_open.tightly_planned()
+        config, planned = choices.tightly_planned()
         origin += f"; warning: with {MEMORY_SHARE:.0%} of the memory nothing fits, this takes more"
     found_plan = _chosen(given, config, spec, planned, origin)
     return replace(
@@ -210,7 +218,7 @@ def first_plan(
         config=for_all_replicas(found_plan.config, whole),
         cached=path if given.links.measured is None else None,
         joins_again=measures and bool(by_hand),
-        figures=figures,
+        figures=choices.figures,
     )
 
 
@@ -306,7 +314,13 @@ def _ago(age_s: float) -> str:
     return "less than a minute ago"
 
 
-def _request(config: ClusterConfig, sizes: Sequence[int], has_paths: bool) -> MeasureRequest:
+def _is_raw(codec: str) -> bool:
+    return CodecSpec.parse(codec).name == "raw"
+
+
+def _request(
+    config: ClusterConfig, sizes: Sequence[int], has_paths: bool, needs_codecs: Callable[[ClusterNumbers], bool]
+) -> MeasureRequest:
     codecs = (config.wire.activations, config.wire.gradients, *_LIGHTEST_CODECS)
     return MeasureRequest(
         tuple(sizes),
@@ -316,6 +330,7 @@ def _request(config: ClusterConfig, sizes: Sequence[int], has_paths: bool) -> Me
         access=False,
         paths=has_paths,
         compute_s=COMPUTE_S,
+        needs_codecs=needs_codecs,
     )
 
 
@@ -375,13 +390,26 @@ def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What is planned: `config` is `given` resolved, `cluster` has the figures of its hosts."""
+    """What is planned: `config` is `given` resolved; `cluster` has the figures of one replica, `figures` of all."""
 
     given: ClusterConfig
     config: ClusterConfig
     spec: ModelSpec
     cluster: ClusterNumbers
+    figures: ClusterNumbers
     may_reorder: bool
+
+    def needs_codecs(self) -> bool:
+        """Whether codecs other than `raw` were not timed, and a plan would use one if it took no time."""
+        if not all(map(_is_raw, (codec for host in self.cluster.hosts for codec in host.codecs))):
+            return False
+        if not any(len(codecs) > 1 for codecs in _codecs(self.given).values()):
+            return not all(map(_is_raw, self.config.wire.specs().values()))
+        try:
+            best = self.planned()[1].best.plan
+        except NothingFitsError:
+            return True
+        return not all(map(_is_raw, (*best.activations, *best.gradients)))
 
     def problem(self, gradients: Gradients) -> PlanProblem:
         """What the planner is asked, with gradients kept so."""
@@ -455,6 +483,11 @@ def _with_share(cluster: ClusterNumbers, share: float) -> ClusterNumbers:
         host.model_copy(update={key: int(share * (getattr(host, key) or 0)) or None for key in _MEMORIES})
         for host in cluster.hosts
     ]
+    return cluster.model_copy(update={"hosts": hosts})
+
+
+def _with_unlimited_memory(cluster: ClusterNumbers) -> ClusterNumbers:
+    hosts = [host.model_copy(update=dict.fromkeys(_MEMORIES)) for host in cluster.hosts]
     return cluster.model_copy(update={"hosts": hosts})
 
 

@@ -107,7 +107,11 @@ def measured(
         wanted = _completed(request, config) if request.known is None else request
         place, run = relay_place(config, server), prepared.options.run_id
         open_relay = None if place is None else lambda: _open_relay(opened, run, *place)
-        measuring = Measuring(wanted, measured, labels if in_namespaces else computers, open_relay)
+        needs_codecs = None
+        if (needs := request.needs_codecs) is not None:
+            needs_codecs = lambda: needs(measured.numbers(made[0][1], ""))  # noqa: E731
+        machines = labels if in_namespaces else computers
+        measuring = Measuring(wanted, measured, machines, open_relay, needs_codecs)
         addresses.append(server.address)
         options = replace(prepared.options, is_measuring=True, hosts=measured.names, join_again=join_again)
         history = RunHistory()
@@ -123,7 +127,7 @@ def measured(
     for note in measured.notes:
         announce(f"note: {note}")
     if request.known is not None:
-        hosts = measured.with_free_memory(request.known.hosts)
+        hosts = measured.brought_up_to_date(request.known.hosts)
         return status, request.known.model_copy(update={"hosts": hosts}), addresses[0]
     source = f"tahq measure on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
     return status, measured.numbers(imitated, source) if measured.has_hosts else None, addresses[0]

@@ -10,8 +10,8 @@ everything else is kept.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
 
@@ -47,7 +47,9 @@ class MeasureRequest:
         connections: numbers of connections to try on each path, besides one.
         paths: whether paths are measured.
         compute_s: seconds after which no worker begins with a larger micro-batch; 0: no limit.
-        known: figures of which only free memory is measured again.
+        known: figures of which only free memory is measured again, and codecs are added.
+        needs_codecs: called with all other figures, says whether to time codecs, whose kernels take long to compile.
+            None: they are timed first.
     """
 
     micro_batches: tuple[int, ...]
@@ -59,6 +61,7 @@ class MeasureRequest:
     paths: bool = True
     compute_s: float = 0.0
     known: ClusterNumbers | None = None
+    needs_codecs: Callable[[ClusterNumbers], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,9 @@ class Measured:
             raise RemoteProtocolError(f"{name} sent malformed times: {_first_line(error)}") from None
         if min(figures.memory_bytes, figures.host_memory_bytes) < 0 or not 0 <= figures.host_link < math.inf:
             raise RemoteProtocolError(f"{name} sent malformed figures of memory")
+        if figures.stage in self._computes and not times:  # codecs alone
+            first, times = self._computes[figures.stage]
+            figures = replace(first, codecs=first.codecs | figures.codecs, notes=figures.notes)
         self._computes[figures.stage] = figures, times
         self._devices[figures.stage] = self.computers[figures.stage], device
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
@@ -271,21 +277,26 @@ class Measured:
 
     def numbers(self, imitated: Imitated, source: str) -> ClusterNumbers:
         """All that is known, rounded to four digits; `imitated` caps the rates and adds to the round trips."""
-        hosts = self.with_free_memory([self._host(stage, imitated) for stage in sorted(self._computes)])
+        hosts = self.brought_up_to_date([self._host(stage, imitated) for stage in sorted(self._computes)])
         known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
         paths, relay = [self._path(ends, imitated) for ends in known], None
         if any(path.relayed for path in paths):
             relay = RelayNumbers(host=self._relay_host, up=self._relay_rate(1), down=self._relay_rate(0))
         return ClusterNumbers(hosts=hosts, paths=paths, relay=relay, source=source)
 
-    def with_free_memory(self, hosts: Sequence[HostNumbers]) -> list[HostNumbers]:
-        """The measured hosts, each with its share of what is free on its device and, with a GPU, on its machine."""
+    def brought_up_to_date(self, hosts: Sequence[HostNumbers]) -> list[HostNumbers]:
+        """The measured hosts, each with its share of what is free on its device and, with a GPU, on its machine, and
+        with the codecs that were timed."""
         sharing, there = Counter(self._devices.values()), Counter(machine for machine, _ in self._devices.values())
         found = []
         for host, (stage, (figures, _)) in zip(hosts, sorted(self._computes.items()), strict=False):
             memory = in_megabytes(figures.memory_bytes // sharing[self._devices[stage]])
             host_memory = in_megabytes(figures.host_memory_bytes // there[self._devices[stage][0]])
-            found.append(host.model_copy(update={"memory": memory, "host_memory": host_memory}))
+            codecs = host.codecs | {
+                spec: CodecTimes(encode_per_element=_rounded(encode_s), decode_per_element=_rounded(decode_s))
+                for spec, (encode_s, decode_s) in figures.codecs.items()
+            }
+            found.append(host.model_copy(update={"memory": memory, "host_memory": host_memory, "codecs": codecs}))
         return found
 
     def _host(self, stage: int, imitated: Imitated) -> HostNumbers:
@@ -297,10 +308,6 @@ class Measured:
             up=_slower(up, imitated.rate_bits_per_s),
             down=_slower(down, imitated.rate_bits_per_s),
             compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in self._times(stage)],
-            codecs={
-                spec: CodecTimes(encode_per_element=_rounded(encode_s), decode_per_element=_rounded(decode_s))
-                for spec, (encode_s, decode_s) in figures.codecs.items()
-            },
         )
 
     def _times(self, stage: int) -> list[LayerTimes]:
