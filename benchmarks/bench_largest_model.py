@@ -20,9 +20,9 @@ import yaml
 from harness import Table, main
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import block_ranges, stage_estimate, with_memory_choices
 from tahq.models.slice import slice_parameters
-from tahq.worker.assembly import block_ranges, resolved_spec
+from tahq.worker.assembly import resolved_spec
 
 EXAMPLE = Path(__file__).parents[1] / "launch/examples/llama_7b_16gb.yaml"
 CARDS = {"16 GB": 14.9, "24 GB": 22.4}  # GiB that a card has for all processes

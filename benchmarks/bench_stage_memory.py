@@ -12,9 +12,9 @@ from typing import Any
 from harness import Table, main
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import block_ranges, stage_estimate, with_memory_choices
 from tahq.models.slice import slice_parameters
-from tahq.worker.assembly import block_ranges, resolved_spec
+from tahq.worker.assembly import resolved_spec
 
 KEYS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
 MODELS: Mapping[str, tuple[str, int, int, int, int | None, int | None, int]] = {

@@ -4,11 +4,11 @@ import pytest
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import chunks_of, stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import block_ranges, chunks_of, stage_estimate, with_memory_choices
 from tahq.errors import ModelError
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
 from tahq.pipeline.schedule.schedule import ActionKind
-from tahq.worker.assembly import block_ranges, resolved_spec
+from tahq.worker.assembly import resolved_spec
 
 TENSOR = 4 * 2 * 32 * 64
 """Bytes of what crosses a cut, 4·T·C."""

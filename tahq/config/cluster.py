@@ -60,6 +60,8 @@ _OTHER_NAMES = {
     "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",
     "run.trackers, such as [wandb]": "report_to wandb use_wandb tensorboard",
     "run.trackers and WANDB_PROJECT in the environment": "wandb_project",
+    "model.frozen_layers, the first layers that keep their weights": "unfrozen_parameters freeze_layers frozen_layers "
+    "num_layers_to_freeze freeze_trainable_layers num_frozen_layers",
     "full training; adapters (LoRA, QLoRA) are not supported yet": "lora lora_r lora_alpha adapter peft load_in_4bit",
 }
 OTHER_NAMES: Mapping[str, str] = {name: use for use, names in _OTHER_NAMES.items() for name in names.split()}
@@ -358,6 +360,11 @@ class ClusterConfig(Section):
                     "value for all stages, or one for each"
                 )
         self._check_offload()
+        if self.model.frozen_layers and self.training.is_low_rank:
+            raise ValueError(
+                f"model.frozen_layers is not for training.optimizer {optimizer}, which stores all weights of attention "
+                "and MLP in a form to train them; use another optimizer"
+            )
         if (self.memory.loss_chunks or 1) > 1 and self.training.is_low_rank:
             raise ValueError(
                 f"memory.loss_chunks: training.optimizer {optimizer} stores the head in another form, which is not "

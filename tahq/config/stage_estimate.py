@@ -12,12 +12,12 @@ from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED, Offload, Shard
 from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.block_codes import FORMATS
-from tahq.models.costs import counted_costs
+from tahq.models.costs import step_costs
 from tahq.models.families import FAMILIES
 from tahq.models.model_spec import ModelSpec
-from tahq.models.partition import divide
+from tahq.models.partition import BlockRange, divide
 from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
-from tahq.pipeline.schedule.schedule import Action, ActionKind
+from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from tahq.quant import get_codec
 
 MOST_LOGITS_NBYTES = 2**31
@@ -30,16 +30,32 @@ def computes_in_bf16(config: ClusterConfig, device: str) -> bool:
     return precision in ("bf16", "fp8") or (precision == "auto" and device == "cuda")
 
 
+def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
+    """The blocks of every chunk; a resolved configuration lists them, another is divided by counted cost."""
+    return divide(step_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
+
+
+def frozen_chunks(config: ClusterConfig, spec: ModelSpec) -> int:
+    """Chunks, from the first on, in which nothing is trained, so that they have no backward."""
+    return sum(blocks.is_frozen(spec.first_trainable) for blocks in block_ranges(config, spec))
+
+
+def schedule_of(config: ClusterConfig, spec: ModelSpec) -> Schedule:
+    """The schedule of a replica's first step."""
+    return config.pipeline.actions(config.training.num_micro_batches, frozen_chunks(config, spec))
+
+
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> StageMemory:
     """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
 
     Layers of a configuration that is not resolved are divided by counted cost. `device`: its type, cpu or cuda.
     """
-    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
-    row = config.pipeline.actions(config.training.num_micro_batches).actions[stage % config.pipeline.stages]
+    ranges = block_ranges(config, spec)
+    schedule = schedule_of(config, spec)
+    row, frozen = schedule.actions[stage % config.pipeline.stages], schedule.num_frozen
 
     def memory(chunk: int, in_flight: int = 0, put_off: int = 0) -> StageMemory:
-        numbers = _step_numbers(config, spec, row, chunk, device)
+        numbers = _step_numbers(config, spec, schedule, chunk, device)
         return stage_memory(spec, ranges[chunk], replace(numbers, in_flight=in_flight, put_off=put_off))
 
     def one(chunk: int, is_put_off: bool) -> StageMemory:
@@ -47,11 +63,13 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device
         return combined([(memory(chunk, in_flight=1, put_off=int(is_put_off)), 1), (idle[chunk], -1)])
 
     idle = {chunk: memory(chunk) for chunk in chunks_of(config, stage)}
-    added = {kind: one(*kind) for kind in set().union(*_held(row))}
+    added = {kind: one(*kind) for kind in set().union(*_held(row, frozen))}
     # one chunk computes at a time
     workspace = max(each.workspace for each in idle.values())
     always = replace(combined((each, 1) for each in idle.values()), workspace=workspace)
-    moments = (combined([(always, 1), *((added[kind], num) for kind, num in held.items())]) for held in _held(row))
+    moments = (
+        combined([(always, 1), *((added[kind], num) for kind, num in held.items())]) for held in _held(row, frozen)
+    )
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -75,13 +93,17 @@ def with_memory_choices(config: ClusterConfig, spec: ModelSpec, spare_nbytes: Se
     agoq = config.memory.agoq
     if config.memory.activations != "agoq" or agoq.bits != "auto":
         return config
-    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
-    rows = config.pipeline.actions(config.training.num_micro_batches).actions
+    ranges = block_ranges(config, spec)
+    schedule, trained = schedule_of(config, spec), [each.num_trained(spec.first_trainable) for each in ranges]
+    rows = schedule.actions
     held = [
-        max(sum(num * len(ranges[chunk]) for (chunk, _), num in moment.items()) for moment in _held(row))
+        max(
+            sum(num * trained[chunk] for (chunk, _), num in moment.items())
+            for moment in _held(row, schedule.num_frozen)
+        )
         for row in rows
     ]
-    room = [4 * max(held) / each for each in held]
+    room = [4 * max(held) / max(1, each) for each in held]
     if agoq.rounding == "paper":
         chosen = [min(FORMATS, key=lambda bits: abs(bits - most)) for most in room]
     else:
@@ -120,15 +142,17 @@ def _by_stage(values: str | Sequence[str]) -> str:
     return values if isinstance(values, str) else f"{'; '.join(values)}, by stage"
 
 
-def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
+def _held(row: Iterable[Action], num_frozen: int) -> Iterator[dict[tuple[int, bool], int]]:
     """Micro-batches in flight during each action of a row, including those that it starts or frees.
 
-    By chunk, and by whether I, the gradient of the input, has begun, so that only W is left.
+    By chunk, and by whether I, the gradient of the input, has begun, so that only W is left. The first `num_frozen`
+    chunks have no backward and keep nothing.
     """
     held: Counter[tuple[int, bool]] = Counter()
     for action in row:
         chunk = action.chunk
-        held[chunk, False] += (action.kind is ActionKind.F) - (action.kind is ActionKind.I)
+        starts = action.kind is ActionKind.F and chunk >= num_frozen
+        held[chunk, False] += starts - (action.kind is ActionKind.I)
         held[chunk, True] += action.kind is ActionKind.I
         yield dict(+held)
         held[chunk, False] -= action.kind is ActionKind.B
@@ -140,20 +164,21 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
     return range(stage % config.pipeline.stages, config.pipeline.num_chunks, config.pipeline.stages)
 
 
-def _step_numbers(
-    config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, device: str
-) -> StepNumbers:
+def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int, device: str) -> StepNumbers:
     """The numbers of a chunk with nothing in flight."""
     training, stage = config.training, chunk % config.pipeline.stages
+    splits_backward = any(action.kind is ActionKind.I for action in schedule.actions[stage])
+    in_flight_nbytes, ahead_nbytes = _frames_nbytes(config, spec, schedule, chunk)
     which = config.memory.offload_of(stage)
     return StepNumbers(
         shape=micro_batch_shape(config, spec, training.micro_batch, device=device, stage=stage),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, training),
-        frame_nbytes=_frames_nbytes(config, spec, chunk),
+        frame_nbytes=in_flight_nbytes,
+        ahead_nbytes=ahead_nbytes,
         kept_code_nbytes=kept_code_nbytes(config, device, stage),
         low_rank=low_rank_settings(training, config.run.seed),
-        splits_backward=any(action.kind is ActionKind.I for action in row),
+        splits_backward=splits_backward,
         is_fused=training.is_fused,
         gradients=config.memory.gradients,
         offload=which,
@@ -245,12 +270,15 @@ def kept_code_nbytes(config: ClusterConfig, device: str, stage: int | None = Non
     return int(is_kept) * (2 if device == "cuda" and computes_in_bf16(config, device) else 1)
 
 
-def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
-    """Encoded bytes of a micro-batch on the cuts before and after a chunk, both directions."""
+def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int) -> tuple[int, int]:
+    """Encoded bytes of a micro-batch in flight on the cuts before and after a chunk, both directions; and those of all
+    activations of a step that come from, or leave, chunks without a backward, which compute ahead."""
     shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     codecs = (config.wire.activations, config.wire.gradients)
-    num_cuts = (chunk > 0) + (chunk < config.pipeline.num_chunks - 1)
-    return num_cuts * sum(get_codec(codec).encoded_nbytes(shape) for codec in codecs)
+    out, back = (get_codec(codec).encoded_nbytes(shape) for codec in codecs)
+    frozen, last = schedule.num_frozen, schedule.num_chunks - 1
+    num_cuts, num_ahead = (chunk > frozen) + (frozen <= chunk < last), (0 < chunk <= frozen) + (chunk < frozen)
+    return num_cuts * (out + back), num_ahead * schedule.num_micro_batches * out
 
 
 # -- changes that would save memory ------------------------------------------------------------------

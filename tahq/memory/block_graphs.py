@@ -71,8 +71,8 @@ class BlockGraphs:
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:
-        """Of the blocks; none where passes cannot be recorded."""
-        parameters = [each for block in self._module.blocks() for each in block.parameters()]
+        """Of the blocks, those that are trained; none where passes cannot be recorded."""
+        parameters = [each for block in self._module.blocks() for each in block.parameters() if each.requires_grad]
         return parameters if _has_fixed_kernels(self._module, parameters) else []
 
     def begin(self) -> None:

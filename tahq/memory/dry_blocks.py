@@ -5,6 +5,7 @@ keeps what it does on a CPU: output and statistics.
 """
 
 import json
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def _computed(
     rotary = layout.layer_class(layout.rotary)(config=config)
     width = rotary(torch.empty(0), torch.arange(2)[None], *kind)[0].shape[-1]
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), sharing_weight_copies():
-        model = ModelSlice(spec, Parts(range(block, block + 1)), RandomContext(0))
+        model = ModelSlice(replace(spec, first_trainable=0), Parts(range(block, block + 1)), RandomContext(0))
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape)))

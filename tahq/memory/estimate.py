@@ -28,6 +28,8 @@ from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 
 _FP32 = 4
 _BF16 = 2
+_OF_TRAINED: tuple[Shard, ...] = ("gradients", "optimizer")
+"""What only weights that are trained have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class StepNumbers:
     moments_nbytes: Callable[[Iterable[tuple[int, ...]]], int] = lambda shapes: 0  # Of `optimizer_nbytes`, offloaded
     shards: Collection[Shard] = ()  # `memory.shard`
     replicas: int = 1  # that divide these
+    ahead_nbytes: int = 0  # Encoded activations that may wait for the next stage, or for this one, in a whole step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class StageMemory:
     boundary: int
     workspace: int
     copies: int = 0  # Part of weights here and on the host: bf16 copies and FP8 codes, which are not checkpointed
+    untrained: int = 0  # Part of weights here and on the host: those that never change, which are not checkpointed
     host_weights: int = 0
     host_gradients: int = 0
     host_optimizer: int = 0
@@ -75,7 +79,7 @@ class StageMemory:
 
     def kinds(self) -> dict[str, int]:
         """Bytes on the device by kind; their sum is the total."""
-        others = ("copies", *(f"host_{name}" for name in self.host_kinds()))
+        others = ("copies", "untrained", *(f"host_{name}" for name in self.host_kinds()))
         return {name: nbytes for name, nbytes in asdict(self).items() if name not in others}
 
     def host_kinds(self) -> dict[str, int]:
@@ -95,8 +99,9 @@ class StageMemory:
 
     @property
     def snapshot(self) -> int:
-        """Bytes in a checkpoint: weights and optimizer states."""
-        return self.weights + self.host_weights - self.copies + self.optimizer + self.host_optimizer
+        """Bytes in a checkpoint: weights that are trained, and optimizer states."""
+        weights = self.weights + self.host_weights - self.copies - self.untrained
+        return weights + self.optimizer + self.host_optimizer
 
 
 def combined(memories: Iterable[tuple[StageMemory, int]]) -> StageMemory:
@@ -108,6 +113,8 @@ def combined(memories: Iterable[tuple[StageMemory, int]]) -> StageMemory:
 def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> StageMemory:
     """Estimate a stage's peak memory.
 
+    Blocks below the first that is trained have weights and their copies, and nothing else of this.
+
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, or 2 per element of matrices in bf16, and their
@@ -118,7 +125,8 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
       more;
     - boundary: outputs kept for their backward, n · r·T·C (not the last stage), with r bytes per element of the
-      residual stream; a received gradient (not the last) and one to send (not the first), 4·T·C each; n encoded frames;
+      residual stream; a received gradient (not the last) and one to send (not the first), 4·T·C each; n encoded frames,
+      or all of a step behind a stage that does not wait for gradients;
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a
       block and its gradient, and with the logits the head's; `fp32_gradient`; what is lent of the host's memory,
@@ -127,7 +135,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     """
     ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
     low_rank = {name: low_rank_bytes(each.shape, each.settings) for name, each in covered.items()}
-    numels = {name: math.prod(shape) for name, shape in ordinary.items()}
+    numels = {name: math.prod(shape) for name, shape in ordinary.items() if spec.is_trained(name)}
     numels |= {name: each.gradient // _FP32 for name, each in low_rank.items()}
     weights, gradients, optimizer = max(_by_replica(spec, ordinary, [*low_rank.values()], numbers), key=sum)
     saved = saved_by_slice(spec, blocks, numbers.shape)
@@ -135,10 +143,10 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     copies = codes + _copies(spec, blocks, numbers)
     host = on_host(spec, blocks, numbers)
-    saved -= host.stream * len(blocks)
+    saved -= host.stream * blocks.num_trained(spec.first_trainable)
     workspace = _workspace(spec, blocks, numbers, covered) + fp32_gradient(spec, numels, numbers.gradients)
     if "gradients" in numbers.shards:
-        workspace += max(_gradients([shape], (), numbers) for shape in _block_matrices(spec, ordinary))
+        workspace += max((_gradients([shape], (), numbers) for shape in _trained_matrices(spec, ordinary)), default=0)
     return StageMemory(
         weights=weights + copies - host.values - host.copies,
         gradients=gradients - host.gradients,
@@ -147,11 +155,19 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
         boundary=_boundary(spec, blocks, numbers),
         workspace=max(workspace + host.lent_to_blocks, host.lent_to_update) + _lent_by_replicas(spec, blocks, numbers),
         copies=copies,
+        untrained=_untrained(spec, ordinary, numbers),
         host_weights=host.values + host.copies,
         host_gradients=host.gradients,
         host_optimizer=host.moments,
-        host_activations=numbers.in_flight * len(blocks) * host.stream,
+        host_activations=numbers.in_flight * blocks.num_trained(spec.first_trainable) * host.stream,
     )
+
+
+def _untrained(spec: ModelSpec, ordinary: Mapping[str, Shape], numbers: StepNumbers) -> int:
+    """Bytes of weights that never change, of which a replica has at least its part."""
+    shapes = [shape for name, shape in ordinary.items() if not spec.is_trained(name)]
+    nbytes = sum((numbers.shape.weight_nbytes if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in shapes)
+    return nbytes // (numbers.replicas if "weights" in numbers.shards else 1)
 
 
 def _by_replica(
@@ -160,9 +176,10 @@ def _by_replica(
     """Bytes of weights, gradients and optimizer states that each replica keeps."""
     shares, matrix = shares_of(spec, ordinary, numbers.replicas, numbers.shards), numbers.shape.weight_nbytes
     for replica in range(numbers.replicas):
-        kept, summed, updated = (
-            [shape for name, shape in ordinary.items() if shares[name].is_had(replica, shard)]
-            for shard in ("weights", "gradients", "optimizer")
+        kept = [shape for name, shape in ordinary.items() if shares[name].is_had(replica, "weights")]
+        trained = {name: shape for name, shape in ordinary.items() if spec.is_trained(name)}
+        summed, updated = (
+            [shape for name, shape in trained.items() if shares[name].is_had(replica, shard)] for shard in _OF_TRAINED
         )
         weights = sum((matrix if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in kept)
         yield (
@@ -211,15 +228,19 @@ def on_host(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> OnHost
     if numbers.low_rank is not None:
         return _low_rank_on_host(spec, blocks, numbers)
     parameters = slice_parameters(spec, blocks)
-    matrices = _block_matrices(spec, parameters)
-    ends = [each for name, each in parameters.items() if len(each) > 1 and not is_block_matrix(spec, name, each)]
+    matrices, trained = _block_matrices(spec, parameters), _trained_matrices(spec, parameters)
+    ends = [
+        each
+        for name, each in parameters.items()
+        if len(each) > 1 and not is_block_matrix(spec, name, each) and spec.is_trained(name)
+    ]
     elements, largest = sum(map(math.prod, matrices)), max(map(math.prod, matrices))
     keeps_values = "master" in which or ("weights" in which and not shape.reads_copies)
     values = shape.weight_nbytes * elements if keeps_values else 0
     copies = _BF16 * elements if shape.reads_copies and "weights" in which else 0
     gradient = _BF16 if numbers.gradients == "bf16" else _FP32
-    gradients = gradient * elements if "gradients" in which else 0
-    moments, of_ends = numbers.moments_nbytes(matrices), numbers.moments_nbytes(ends)
+    gradients = gradient * sum(map(math.prod, trained)) if "gradients" in which else 0
+    moments, of_ends = numbers.moments_nbytes(trained), numbers.moments_nbytes(ends)
     stream = streamed_by_block(spec, shape, which)
     two = min(2, num_blocks)
     products = copies if shape.reads_copies else values
@@ -253,7 +274,7 @@ def fp32_gradient(spec: ModelSpec, numels: Mapping[str, int], gradients: Gradien
     Of gradients kept in bf16 that is the embedding's; products compute the others in bf16.
     """
     if gradients == "fp8":
-        return _FP32 * max(numels.values())
+        return _FP32 * max(numels.values(), default=0)
     return _FP32 * numels.get(spec.layout.embedding_weight, 0) if gradients == "bf16" else 0
 
 
@@ -261,12 +282,16 @@ def _block_matrices(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[Shape]
     return [shape for name, shape in shapes.items() if is_block_matrix(spec, name, shape)]
 
 
+def _trained_matrices(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[Shape]:
+    return _block_matrices(spec, {name: shape for name, shape in shapes.items() if spec.is_trained(name)})
+
+
 def divided_nbytes(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     """Bytes of gradients and weights of a slice of which replicas each have a part (`memory.shard`)."""
     matrices = _block_matrices(spec, slice_parameters(spec, blocks))
     elements, shape = sum(map(math.prod, matrices)), numbers.shape
     weights = shape.weight_nbytes * elements + len(blocks) * copied_by_block(spec, shape)
-    gradients = _gradients(matrices, (), numbers)
+    gradients = _gradients(_trained_matrices(spec, slice_parameters(spec, blocks)), (), numbers)
     return weights * ("weights" in numbers.shards) + gradients * ("gradients" in numbers.shards)
 
 
@@ -300,12 +325,13 @@ def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     elements = numbers.shape.num_tokens * spec.hidden_size
     outputs = 0 if blocks.last else numbers.in_flight * numbers.shape.residual_nbytes * elements
-    gradients = (not blocks.last) + (not blocks.first)
-    return outputs + gradients * _FP32 * elements + numbers.in_flight * numbers.frame_nbytes
+    first = spec.first_trainable
+    gradients = (not blocks.last and not blocks.is_frozen(first)) + blocks.sends_gradient(first)
+    return outputs + gradients * _FP32 * elements + numbers.in_flight * numbers.frame_nbytes + numbers.ahead_nbytes
 
 
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
-    every = range(blocks.start, blocks.stop)
+    every = range(max(blocks.start, spec.first_trainable), blocks.stop)
     again = max((recomputed_by_block(spec, block, numbers.shape) for block in every), default=0)
     adds_in_place = numbers.splits_backward or numbers.gradients == "fp8"
     logits = head_workspace(spec, numbers.shape, adds_in_place=adds_in_place) if blocks.last else 0

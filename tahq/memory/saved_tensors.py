@@ -87,9 +87,13 @@ class MicroBatchShape:
 
 
 def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
-    """Bytes that one micro-batch in flight keeps in a stage: Σ `saved_by_block`, rotary tables, and the ends."""
-    inner = sum(saved_by_block(spec, block, shape) for block in range(blocks.start, blocks.stop))
-    first = saved_by_embedding(spec, shape) if blocks.first else 0
+    """Bytes that one micro-batch in flight keeps in a stage: Σ `saved_by_block`, rotary tables, and the ends.
+
+    Of the blocks from the first that is trained on; of the embedding if it is trained.
+    """
+    trained = range(max(blocks.start, spec.first_trainable), blocks.stop)
+    inner = sum(saved_by_block(spec, block, shape) for block in trained)
+    first = saved_by_embedding(spec, shape) if blocks.first and spec.first_trainable == 0 else 0
     last = saved_by_head(spec, shape) if blocks.last else 0
     return inner + rotary_tables(spec, shape) + first + last
 
@@ -362,7 +366,8 @@ def rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 def deferred_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
     """Bytes that one micro-batch keeps in a stage between I and W."""
-    return len(blocks) * deferred_by_block(spec, shape) + (deferred_by_head(spec, shape) if blocks.last else 0)
+    inner = blocks.num_trained(spec.first_trainable) * deferred_by_block(spec, shape)
+    return inner + (deferred_by_head(spec, shape) if blocks.last else 0)
 
 
 def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -47,12 +47,17 @@ def shares_of(
     """The share of each parameter of a chunk, by canonical name; `shapes`: of all of them, in order.
 
     The largest is given first, to the replica with the least so far. An element counts 2 for its optimizer states, as
-    with AdamW, and 1 each for a gradient and a weight that no other replica keeps.
+    with AdamW, and 1 each for a gradient and a weight that no other replica keeps. What is not trained has
+    weights only.
     """
     loads, shares = [0] * replicas, dict.fromkeys(shapes, UNSHARED)
     parts = [shard in shards for shard in ("gradients", "weights")]
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
         owner, alone = loads.index(min(loads)), is_block_matrix(spec, name, shapes[name])
-        shares[name] = Share(owner, *(part and alone for part in parts))
-        loads[owner] += (2 + alone * sum(parts)) * math.prod(shapes[name])
+        if spec.is_trained(name):
+            shares[name] = Share(owner, *(part and alone for part in parts))
+            loads[owner] += (2 + alone * sum(parts)) * math.prod(shapes[name])
+        elif alone and "weights" in shards:
+            shares[name] = Share(owner, keeps_alone=True)
+            loads[owner] += math.prod(shapes[name])
     return shares

@@ -79,6 +79,9 @@ class ModelConfig(Section):
     tie: Literal["untied", "sync"] = "untied"
     """`untied`: embedding and head are two parameters. `sync`: their gradients are summed each step, exact up to
     rounding."""
+    frozen_layers: int = Field(default=0, ge=0)
+    """The embedding and so many blocks from the first on keep their weights; as many as the model has: only the last
+    norm and the head are trained. Nothing is sent back to stages below the first trained block."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the transformers configuration, such as `{activation_function: gelu_pytorch_tanh}`."""
 
@@ -104,4 +107,23 @@ class ModelConfig(Section):
             missing = [n for n in ("family", "num_layers", "hidden_size", "num_heads") if getattr(self, n) is None]
             if missing:
                 raise ValueError(f"needs {', '.join(missing)}, or a path to a folder with config.json and safetensors")
+            check_frozen_layers(self, self.num_layers or 0)
+        if self.frozen_layers and self.tie == "sync":
+            raise ValueError(
+                "frozen_layers keeps the embedding as it is, and tie: sync the head equal to it; use tie: untied"
+            )
         return self
+
+
+def first_trainable_layer(config: ModelConfig) -> int:
+    """The block that the backward ends in, counted from 0; as many as there are blocks: it ends in the last norm.
+
+    Blocks below it, and the embedding where there are such blocks, have a forward pass only.
+    """
+    return config.frozen_layers
+
+
+def check_frozen_layers(config: ModelConfig, num_layers: int) -> None:
+    """Raise ValueError if more blocks are to be frozen than the model has."""
+    if config.frozen_layers > num_layers:
+        raise ValueError(f"frozen_layers {config.frozen_layers} is above the model's {num_layers} blocks")

@@ -22,6 +22,13 @@ def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
     )
 
 
+def step_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
+    """Multiply-adds per token of forward and backward; blocks below the first that is trained have a forward only."""
+    costs = counted_costs(spec, seq_len)
+    blocks = (cost * (1 if block < spec.first_trainable else 3) for block, cost in enumerate(costs.blocks))
+    return LayerCosts(costs.embedding, tuple(blocks), 3 * costs.head)
+
+
 def mean_positions_seen(seq_len: int, window: int | None) -> float:
     """Mean of min(q + 1, window) over the queries q of a sample: 1.75 for four tokens and a window of 2."""
     width = seq_len if window is None else min(window, seq_len)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tahq.errors import ModelError, brief
 from tahq.hub import local_folder
-from tahq.models.config import ModelConfig
+from tahq.models.config import ModelConfig, check_frozen_layers, first_trainable_layer
 from tahq.models.families import FAMILIES, FamilyLayout, HfConfig, head_dim, num_kv_heads
 from tahq.models.weights import FolderWeights, one_line, read_json
 
@@ -31,7 +31,7 @@ class ModelSpec:
     `tied`: the source model ties its head to its embedding, so tahq's two parameters start equal.
     `tie`: whether training keeps them equal (`sync`) or not (`untied`).
     `folder`: of the configuration; None: it was made from sizes, and weights are random. `path`: of the weights, that
-    folder's or a name on the Hub.
+    folder's or a name on the Hub. `first_trainable`: see `first_trainable_layer`.
     """
 
     family: str
@@ -44,11 +44,20 @@ class ModelSpec:
     folder: Path | None
     hf_config: HfConfig
     path: str = ""
+    first_trainable: int = 0
 
     @property
     def layout(self) -> FamilyLayout:
         """Class and parameter names of the model's family."""
         return FAMILIES[self.family]
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter, by its canonical name, changes in training."""
+        layout = self.layout
+        part, _, rest = name.removeprefix(f"{layout.trunk}.").partition(".")
+        if part == layout.blocks:
+            return int(rest.partition(".")[0]) >= self.first_trainable
+        return self.first_trainable == 0 or part not in (layout.embedding, layout.positions)
 
 
 def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weights: bool = True) -> ModelSpec:
@@ -81,6 +90,7 @@ def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weigh
         folder=folder,
         hf_config=hf_config,
         path=config.path or "",
+        first_trainable=first_trainable_layer(config),
     )
     _check_fits(spec, config, vocab_size, seq_len)
     return spec
@@ -98,6 +108,10 @@ def untying_note(config: ModelConfig, spec: ModelSpec) -> str | None:
 
 
 def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
+    try:
+        check_frozen_layers(config, spec.num_layers)
+    except ValueError as error:
+        raise ModelError(f"model.{error}") from error
     if spec.tie == "sync" and not spec.tied:
         raise ModelError("model.tie: sync needs a model with a tied head; this one has tie_word_embeddings: false")
     if config.max_seq_len is not None and config.max_seq_len > spec.max_seq_len:

@@ -35,6 +35,18 @@ class BlockRange:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def is_frozen(self, first_trainable: int) -> bool:
+        """Whether it has a forward pass only; `first_trainable`: the first block that is trained."""
+        return self.stop <= first_trainable and not self.last
+
+    def num_trained(self, first_trainable: int) -> int:
+        """Blocks from the first that is trained on, which have a backward pass."""
+        return min(len(self), max(0, self.stop - first_trainable))
+
+    def sends_gradient(self, first_trainable: int) -> bool:
+        """Whether anything before it is trained, and so needs the gradient of its input."""
+        return self.start > first_trainable
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:

@@ -86,6 +86,10 @@ class SleepingSlice(ModelSlice):
     def _add_modules(self) -> None:
         self.scale = nn.Parameter(torch.empty(self.spec.hidden_size))
 
+    def is_trained(self, name: str) -> bool:
+        """Whether its stage has anything that is trained."""
+        return self.parts.head or self.num_frozen_blocks < len(self.parts.blocks)
+
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """The factors, under a name unique to the stage."""
         return {f"sleep.{self.parts.blocks.start}.scale": self.scale}

@@ -136,6 +136,8 @@ class ModelSlice(nn.Module):
         self.attend_by(ATTENTION_NAME, keyed_attention)
         with torch.device("meta"):
             self._add_modules()
+        for name, parameter in self.canonical_parameters().items():
+            parameter.requires_grad_(self.is_trained(name))
         let_own_products(self)
         key_dropout(self, random)
 
@@ -160,8 +162,19 @@ class ModelSlice(nn.Module):
         tables = self._rotary_tables(hidden)
         for place, (index, window, block) in enumerate(zip(self.parts.blocks, windows, self.blocks(), strict=True)):
             run = partial(self._run, block, tables(index) | {"attention_mask": masks[window]})
-            hidden = run(hidden) if self.around_block is None else self.around_block(place, run, hidden)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and place >= self.num_frozen_blocks):
+                hidden = run(hidden) if self.around_block is None else self.around_block(place, run, hidden)
         return hidden
+
+    @property
+    def num_frozen_blocks(self) -> int:
+        """Its blocks below the first that is trained, which have a forward pass only."""
+        blocks = self.parts.blocks
+        return min(max(self.spec.first_trainable - blocks.start, 0), len(blocks))
+
+    def is_trained(self, name: str) -> bool:
+        """See `ModelSpec.is_trained`."""
+        return self.spec.is_trained(name)
 
     def _rotary_tables(self, hidden: torch.Tensor) -> Callable[[int], dict[str, Any]]:
         """The argument of each block with its rotary tables, of which there is one for each kind of block."""
@@ -215,7 +228,8 @@ class ModelSlice(nn.Module):
         for module in self.modules():
             if module not in inner:
                 module.to_empty(device=device, recurse=False)
-        set_gradient_dtype((each for each in self.parameters() if each.dtype != torch.float32), torch.float32)
+        narrow = (each for each in self.parameters() if each.requires_grad and each.dtype != torch.float32)
+        set_gradient_dtype(narrow, torch.float32)
         layout = self.spec.layout
         if layout.rotary is not None:
             with torch.device("cpu"):
@@ -355,16 +369,17 @@ def build_slice(
     """Build a stage's slice, or any parts of a model, on `device`, in fp32, or matrices in `matrices`.
 
     Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
-    `weights` False leaves them uninitialised, to be read from a checkpoint. `filled` is called with the number of
-    elements of each parameter that has its values, `placed` with each block that has memory, before the next one has.
+    `weights` False leaves those that are trained uninitialised, to be read from a checkpoint, which has no others.
+    `filled` is called with the number of elements of each parameter that has its values, `placed` with each block that
+    has memory, before the next one has.
 
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
     """
     model = ModelSlice(spec, blocks, random, matrices)
     model.materialise(torch.device(device), placed)
-    if weights:
-        fill_weights(spec, model.canonical_parameters(), seed, filled)
+    parameters = model.canonical_parameters().items()
+    fill_weights(spec, {name: each for name, each in parameters if weights or not each.requires_grad}, seed, filled)
     return model
 
 
@@ -378,6 +393,8 @@ def fill_weights(
 
     torch draws one tensor in one thread, so as many as torch has threads are drawn at once and filled in in order.
     """
+    if not parameters:
+        return
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
     if spec.folder is not None:
         found = FolderWeights.find(spec.path, spec.layout.trunk)

@@ -11,6 +11,7 @@ An error in a thread is raised in the compute loop, at its next `take` or at `fi
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ class InlineLanes:
         else:
             self._is_finite &= boundary.send(id, tensor, sample_ids)
 
+    def pace(self) -> None:
+        """Return when no more than `LOOKAHEAD` of the tensors sent wait to be encoded."""
+
     def drop(self, what: object) -> None:
         """Free an object that the caller does not keep and that takes long to free."""
 
@@ -94,6 +98,7 @@ class ThreadedLanes:
         self._steps: queue.SimpleQueue[Sequence[Receive]] = queue.SimpleQueue()
         self._room = threading.Semaphore(LOOKAHEAD)
         self._ready: queue.SimpleQueue[_Decoded | BaseException] = queue.SimpleQueue()
+        self._encoded = deque[threading.Event]()
         threading.Thread(target=self._run_encoder, name="tahq-encode", daemon=True).start()
         threading.Thread(target=self._run_decoder, name="tahq-decode", daemon=True).start()
 
@@ -121,6 +126,14 @@ class ThreadedLanes:
     ) -> None:
         """Hand a tensor to the encoder; see `InlineLanes.send`."""
         self._jobs.put(partial(self._send, boundary, id, tensor, sample_ids, self._encoding.mark()))
+
+    def pace(self) -> None:
+        """See `InlineLanes.pace`."""
+        self._encoded.append(threading.Event())
+        self._jobs.put(self._encoded[-1].set)
+        if len(self._encoded) > LOOKAHEAD:
+            with self._stopwatch.measure("wait:codec"):
+                self._encoded.popleft().wait()
 
     def drop(self, what: object) -> None:
         """Have the encoder's thread free an object."""

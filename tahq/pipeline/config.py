@@ -289,7 +289,11 @@ class PipelineConfig(Section):
         """`in_flight` as a list by stage; None: the schedule's default."""
         return [self.in_flight] * self.stages if isinstance(self.in_flight, int) else self.in_flight
 
-    def actions(self, num_micro_batches: int) -> Schedule:
-        """A replica's schedule of a step with this many micro-batches; ScheduleError: unsuitable depths."""
-        depths, chunks, count = self.first_depths, self.chunks, max(1, num_micro_batches // self.replicas)
-        return generate(self.first_schedule, self.stages, count, depths=depths, chunks_per_stage=chunks)
+    def actions(self, num_micro_batches: int, num_frozen: int = 0) -> Schedule:
+        """A replica's schedule of a step with this many micro-batches; ScheduleError: unsuitable depths.
+
+        `num_frozen`: chunks without a backward.
+        """
+        name, depths, count = self.first_schedule, self.first_depths, max(1, num_micro_batches // self.replicas)
+        chunks = self.chunks
+        return generate(name, self.stages, count, depths=depths, chunks_per_stage=chunks, num_frozen=num_frozen)

@@ -97,8 +97,10 @@ class CutModel:
         self._num_pieces = num_pieces
         self._seed = seed
         self._bf16 = bf16
-        self.parameters = {name: p for part in slices for name, p in part.canonical_parameters().items()}
-        self._device = next(iter(self.parameters.values())).device
+        self.weights = {name: p for part in slices for name, p in part.canonical_parameters().items()}
+        self.parameters = {name: p for name, p in self.weights.items() if p.requires_grad}
+        """Those that are trained."""
+        self._device = next(iter(self.weights.values())).device
         self._spec = slices[0].spec
         self.num_cuts = len(slices) - 1
         self.hidden_size = self._spec.hidden_size
@@ -114,7 +116,7 @@ class CutModel:
         layout = self._spec.layout
         for stage, module in enumerate(self._slices):
             for name, parameter in module.canonical_parameters().items():
-                if self.tied is not None and parameter is self.tied.uncounted:
+                if name not in self.parameters or (self.tied is not None and parameter is self.tied.uncounted):
                     continue
                 part = name.removeprefix(f"{layout.trunk}.").partition(".")[0]
                 is_embedding = part in (layout.embedding, layout.positions)

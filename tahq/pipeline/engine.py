@@ -7,6 +7,7 @@ Invariants:
 - from the loss to the last backward, gradients carry the factor `StepShape.gradient_scale`, on the wire too;
 - the engine never changes weights: a step ends with gradients, and `update.py` applies the commit;
 - a step that is abandoned still sends and takes every frame, void ones, so that no frame of it is left on a link;
+- a frozen chunk has forwards only, keeps nothing of them, and gets no gradient;
 - a backward, or the input-gradient half of a split one, frees the activations; its graph is freed beside the next.
 
 Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabulary.
@@ -40,13 +41,16 @@ from tahq.pipeline.weight_loans import WeightLoans
 class Chunk:
     """One piece of the model with the cuts on either side, None at the ends of the model.
 
-    `residual`: type in which a received activation is kept.
+    `residual`: type in which a received activation is kept. `is_frozen`: nothing in it or before it is trained, so it
+    has no backward. `sends_gradient`: of its input, as something before it is trained.
     """
 
     module: ModelSlice
     incoming: Boundary | None
     outgoing: Boundary | None
     residual: torch.dtype = BOUNDARY_DTYPE
+    is_frozen: bool = False
+    sends_gradient: bool = True
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
         """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations where they cross a cut.
@@ -261,19 +265,22 @@ class StageEngine:
             tokens, _ = _given(step.batch).micro_batch(number)
             x = tokens.to(self.device, non_blocking=True)
         else:
-            x = self._take(step).to(chunk.residual).requires_grad_()
+            x = self._take(step).to(chunk.residual).requires_grad_(chunk.sends_gradient)
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return
         chunk.module.deferred = step.deferred.setdefault(key, DeferredGradients()) if key in self._split else None
         place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
         self.random.at(step.number, *place, int(Purpose.TRAIN))
-        with self.stopwatch.measure("forward", action):
+        with self.stopwatch.measure("forward", action), torch.set_grad_enabled(not chunk.is_frozen):
             y = chunk.compute(x, bf16=self.bf16)
             if chunk.outgoing is None:
                 y = self._loss(step, chunk, y, number)
-        step.in_flight[key] = (x, y)
+        if not chunk.is_frozen:
+            step.in_flight[key] = (x, y)
         self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach())
+        if chunk.is_frozen:  # else micro-batches in flight are the bound on outputs that are not encoded yet
+            self.lanes.pace()
 
     def _take(self, step: _Step) -> torch.Tensor:
         """What comes next; empty, and the step is abandoned, if it does not come."""
@@ -295,8 +302,9 @@ class StageEngine:
     def _backward(self, step: _Step, action: Action) -> None:
         chunk = self.chunks[action.chunk]
         gradient = self._take(step) if chunk.outgoing is not None else None
+        upstream = chunk.incoming if chunk.sends_gradient else None
         if step.is_abandoned:
-            self._send(step, chunk.incoming, Direction.BACKWARD, action.micro_batch, None)
+            self._send(step, upstream, Direction.BACKWARD, action.micro_batch, None)
             return
         x, y = step.in_flight.pop((action.chunk, action.micro_batch))
         if step.spent is not None:  # its graph is freed in another thread while this backward runs without the GIL
@@ -304,10 +312,10 @@ class StageEngine:
             step.spent = None
         with self.stopwatch.measure("backward" if action.kind is ActionKind.B else "input_gradient", action):
             y.backward(None if gradient is None else gradient.to(y.dtype))  # type: ignore[no-untyped-call]
-        if chunk.incoming is not None:
+        if upstream is not None:
             if x.grad is None:
                 raise AssertionError("backward left no gradient on the received activation")
-            self._send(step, chunk.incoming, Direction.BACKWARD, action.micro_batch, x.grad)
+            self._send(step, upstream, Direction.BACKWARD, action.micro_batch, x.grad)
         step.spent = y
 
     def _weight_gradients(self, step: _Step, action: Action) -> None:

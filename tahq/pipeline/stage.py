@@ -69,6 +69,7 @@ class StagePlan:
     gradients: Gradients = "fp32"  # `memory.gradients`
     shards: Collection[Shard] = ()  # `memory.shard`, where there are replicas
     sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
+    num_frozen: int = 0  # Chunks of the model, from the first on, that have no backward
 
     @property
     def grid(self) -> Grid:
@@ -259,7 +260,10 @@ class Stage:
         if share is None:
             return (), 0
         try:
-            chosen = generate(name, pipeline.stages, len(share), depths=depths, chunks_per_stage=pipeline.chunks)
+            chunks, frozen = pipeline.chunks, plan.num_frozen
+            chosen = generate(
+                name, pipeline.stages, len(share), depths=depths, chunks_per_stage=chunks, num_frozen=frozen
+            )
         except ScheduleError as error:
             raise RemoteProtocolError(f"the coordinator sent an invalid schedule: {error}") from error
         return chosen.actions[plan.stage % pipeline.stages], share.start
@@ -298,7 +302,9 @@ class Stage:
         for cut, link in ends.items():
             self._boundaries.setdefault(link.link, self._boundary(link, cut))
         incoming, outgoing = (self._boundaries[ends[cut].link] if cut in ends else None for cut in (number - 1, number))
-        return Chunk(module, incoming, outgoing, module.residual or BOUNDARY_DTYPE)
+        frozen = self.plan.num_frozen
+        residual = module.residual or BOUNDARY_DTYPE
+        return Chunk(module, incoming, outgoing, residual, is_frozen=number < frozen, sends_gradient=number > frozen)
 
     def _boundary(self, ends: LinkEnds, cut: int) -> Boundary:
         identity = CutIdentity(self.plan.run, self.plan.seed, cut, self.plan.replica)
@@ -333,7 +339,10 @@ class Stage:
 
     def _sums(self, modules: Mapping[int, ModelSlice]) -> GradientSum:
         plan, first_cut = self.plan, self.plan.grid.num_cuts
-        named = {number: module.canonical_parameters() for number, module in modules.items()}
+        named = {
+            number: {name: each for name, each in module.canonical_parameters().items() if each.requires_grad}
+            for number, module in modules.items()
+        }
         holders = {number: list(each.values()) for number, each in named.items()}
         shares = {number: [self._shares.get(name, UNSHARED) for name in each] for number, each in named.items()}
         return GradientSum(holders, plan.replica, self._replicas, plan.run, first_cut, shares)

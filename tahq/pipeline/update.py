@@ -7,7 +7,7 @@ backward itself applies the step, and nothing is left to do at COMMIT.
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 
 import torch
@@ -81,6 +81,8 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
 
 
 _WORDS = {2: torch.int16, 4: torch.int32}
+FROZEN = "frozen/"
+"""Prefix, in a checkpoint, of sums over the bits of parameters that are not trained, which it does not have."""
 FEW_SEARCHES = 8
 """Searches for subspaces that a step may have without reporting progress."""
 
@@ -97,7 +99,7 @@ class StageUpdate:
 
     Args:
         config: `training:`.
-        parameters: by canonical name.
+        parameters: by canonical name; those that do not require a gradient never change.
         decayed: which of them have weight decay.
         total_steps: of the run.
         tied: names the second copy of a tied weight, which is left out of the norm.
@@ -123,8 +125,9 @@ class StageUpdate:
         owned: Collection[str] | None = None,
     ) -> None:
         self._config = config
-        self._parameters = dict(parameters)
-        self._owned = {name: p for name, p in parameters.items() if owned is None or name in owned}
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._owned = {name: p for name, p in self._parameters.items() if owned is None or name in owned}
         self._low_rank = dict(low_rank or {})
         self._total_steps = total_steps
         self._uncounted = tied.uncounted if tied is not None else None
@@ -175,10 +178,15 @@ class StageUpdate:
     def weights_digest(self, apart_from: Collection[str] = ()) -> str:
         """A hash of the sums over the bits of each parameter, apart from these: equal where all weights are, and hardly
         elsewhere."""
-        values = (kept_values(p) for name, p in self._parameters.items() if name not in apart_from)
-        words = (each.contiguous().view(_WORDS[each.itemsize]) for each in values)
-        sums = torch.stack([each.sum(dtype=torch.int64).cpu() for each in words])
-        return blake2b(repr(sums.tolist()).encode(), digest_size=16).hexdigest()
+        trained = (sum_of_bits(kept_values(p)) for name, p in self._parameters.items() if name not in apart_from)
+        frozen = (each for name, each in self._frozen_sums.items() if name not in apart_from)
+        sums = [int(each) for each in (*frozen, *trained)]
+        return blake2b(repr(sums).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def _frozen_sums(self) -> dict[str, torch.Tensor]:
+        """Of parameters that are here and are not trained."""
+        return {name: sum_of_bits(kept_values(p)) for name, p in self._frozen.items() if is_here(p)}
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
@@ -218,7 +226,10 @@ class StageUpdate:
             weight.discard()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights that are here, and states of those that are updated here, by their names in a checkpoint."""
+        """Weights that are here, and states of those that are updated here, by their names in a checkpoint.
+
+        Of weights that are not trained, only `sum_of_bits`.
+        """
         weights = {f"model/{name}": kept_values(p) for name, p in self._parameters.items() if is_here(p)}
         states = optimizer_tensors(self.optimizer, self._owned)
         for name, parameter in self._owned.items():
@@ -227,11 +238,17 @@ class StageUpdate:
         for weight in self._low_rank.values():
             weights |= weight.weight_tensors()
             states |= weight.states()
+        weights |= {f"{FROZEN}{name}": each for name, each in self._frozen_sums.items()}
         return weights | {f"optimizer/{name}": tensor for name, tensor in states.items()}
 
     @torch.no_grad()
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Restore weights and optimizer states, bit for bit, from a checkpoint with these names."""
+        """Restore weights and optimizer states, bit for bit, from a checkpoint with these names.
+
+        SnapshotError: it has none for this stage, or weights that are not trained are no longer those that it had.
+        """
+        for name, own in self._frozen_sums.items():
+            check_frozen(name, own, read)
         for name, parameter in self._parameters.items():
             if is_here(parameter):
                 filled_weight(parameter).copy_(read(f"model/{name}"))
@@ -276,3 +293,18 @@ class StageUpdate:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
+
+
+def sum_of_bits(weights: torch.Tensor) -> torch.Tensor:
+    """The sum over a tensor's words, int64 on the CPU: another one where bits differ, but for rare accidents."""
+    return weights.contiguous().view(_WORDS[weights.itemsize]).sum(dtype=torch.int64).cpu()
+
+
+def check_frozen(name: str, own: torch.Tensor, read: Callable[[str], torch.Tensor]) -> None:
+    """Raise SnapshotError if a parameter that is not trained differs from what it was; `own`: its `sum_of_bits`."""
+    if int(read(FROZEN + name)) != int(own):
+        raise SnapshotError(
+            f"{name} is not trained (model.frozen_layers) and so not in checkpoints, but it differs from what the run "
+            "began with: put the model that model.path had then back into its place, or draw random weights with the "
+            "same torch on the same kind of processor"
+        )

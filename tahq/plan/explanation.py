@@ -50,7 +50,8 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
     plan = prediction.plan
     stages = StageCosts.of(table, plan)
     times = stages.times_of(plan)
-    out, back = stages.outward, stages.inward
+    layers = np.array(plan.layers, dtype=float)
+    out, back = stages.outward, stages.gradients_of(layers)
     chunks = plan.chunks_per_stage
     seconds: dict[Resource, float] = {}
     for stage in range(plan.num_stages):
@@ -66,8 +67,8 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
     for cut in range(plan.num_stages - 1):
         seconds["activations", cut] = chunks * float(out.path[cut])
         seconds["gradients", cut] = chunks * float(back.path[cut])
-    if stages.relay_s:
-        seconds["relay", 0] = chunks * stages.relay_s
+    if relay_s := float(stages.relay_s(layers)):
+        seconds["relay", 0] = chunks * relay_s
     ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
     return {resource: plan.num_micro_batches * seconds[resource] / prediction.step_s for resource in ranked}
 

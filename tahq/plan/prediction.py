@@ -7,6 +7,7 @@ evaluations, checkpoints, and the exchange of tied embeddings; of the update its
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def fits_memory(table: ClusterTable, plan: PipelinePlan) -> bool:
     has = table.memory[list(plan.hosts)]
     if np.isinf(has).all():
         return True
-    schedule = _schedule(plan, min(plan.num_micro_batches, _longest(plan, MAX_ACTIONS_SEARCHED)))
+    schedule = _schedule(table, plan, min(plan.num_micro_batches, _longest(plan, MAX_ACTIONS_SEARCHED)))
     return bool((_memory_nbytes(table, plan, _in_flight(schedule)) <= has).all())
 
 
@@ -100,9 +101,12 @@ def _memory_nbytes(table: ClusterTable, plan: PipelinePlan, in_flight: Sequence[
     return stages.peak_nbytes(layers, held, stages.options_of(plan))
 
 
-def _schedule(plan: PipelinePlan, num_micro_batches: int) -> Schedule:
+def _schedule(table: ClusterTable, plan: PipelinePlan, num_micro_batches: int) -> Schedule:
     depths, chunks = plan.depths or None, plan.chunks_per_stage
-    return generate(plan.schedule, plan.num_stages, num_micro_batches, depths=depths, chunks_per_stage=chunks)
+    frozen = sum(stop <= table.problem.model.first_trainable for stop in accumulate(chunk_layers(plan)[:-1]))
+    return generate(
+        plan.schedule, plan.num_stages, num_micro_batches, depths=depths, chunks_per_stage=chunks, num_frozen=frozen
+    )
 
 
 def _simulated(
@@ -110,12 +114,12 @@ def _simulated(
 ) -> tuple[float, StepTimeline, Schedule]:
     count, longest = plan.num_micro_batches, _longest(plan, max_actions)
     costs = plan_costs(table, plan, piece_nbytes, speed)
-    schedule = _schedule(plan, min(count, longest))
+    schedule = _schedule(table, plan, min(count, longest))
     timeline = simulate(schedule, costs)
     if count <= longest:
         return timeline.step_time_s, timeline, schedule
     half = longest // 2 // plan.num_stages * plan.num_stages
-    shorter = simulate(_schedule(plan, half), costs).step_time_s
+    shorter = simulate(_schedule(table, plan, half), costs).step_time_s
     each_s = (timeline.step_time_s - shorter) / (longest - half)
     bound_s = plan_bound_s(table, plan) if speed == Speed() else 0.0
     return max(timeline.step_time_s + (count - longest) * each_s, bound_s), timeline, schedule

@@ -46,10 +46,11 @@ class MemoryOption:
 
     `held` is by micro-batch size. `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer
     on the device, of a block and of what each end of the model adds; `host_block_nbytes`, `host_first_nbytes` and
-    `host_last_nbytes` those in host memory. Bytes of a block that are copied: `fetched`, its weights, for every forward
-    and backward pass; `exchanged`, its gradients, to the device and back for every backward pass; `updated`, each way
-    for every update, as what the ends have there. `repeated`: share of a block's forward that its backward computes
-    again. `splits`: whether zero-bubble may use it. `stages`: those that have it, because they are set; None: any may.
+    `host_last_nbytes` those in host memory; `frozen_nbytes` and `host_frozen_nbytes` of a block that is not trained.
+    Bytes of a block that are copied: `fetched`, its weights, for every forward and backward pass; `exchanged`, its
+    gradients, to the device and back for every backward pass; `updated`, each way for every update, as what the ends
+    have there. `repeated`: share of a block's forward that its backward computes again. `splits`: whether zero-bubble
+    may use it. `stages`: those that have it, because they are set; None: any may.
     """
 
     held: Mapping[int, HeldBytes]
@@ -59,6 +60,8 @@ class MemoryOption:
     host_block_nbytes: float = 0.0
     host_first_nbytes: float = 0.0
     host_last_nbytes: float = 0.0
+    frozen_nbytes: float = 0.0
+    host_frozen_nbytes: float = 0.0
     fetched: float = 0.0
     exchanged: float = 0.0
     updated: float = 0.0
@@ -74,6 +77,7 @@ class ModelNumbers:
     """A model as the planner sees it: `num_layers` equal blocks and two ends.
 
     Attributes:
+        first_trainable: blocks before it have a forward only, and so has the embedding where there are such blocks.
         options: of which each stage takes the fastest that fits; all with the same micro-batch sizes, those that may be
             chosen.
         num_states: bytes of the first option's weights, gradients and optimizer, as multiples of fp32 weights.
@@ -85,6 +89,7 @@ class ModelNumbers:
     global_batch: int
     options: tuple[MemoryOption, ...]
     num_states: float = 4.0
+    first_trainable: int = 0
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

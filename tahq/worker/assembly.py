@@ -19,7 +19,15 @@ from tahq.comm.control.messages import Assign, Hello, Plan
 from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import check_layers, chunks_of, computes_in_bf16, loss_chunks, stage_estimate
+from tahq.config.stage_estimate import (
+    block_ranges,
+    check_layers,
+    chunks_of,
+    computes_in_bf16,
+    frozen_chunks,
+    loss_chunks,
+    stage_estimate,
+)
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
@@ -38,11 +46,10 @@ from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
 from tahq.memory.shares import shares_of
-from tahq.models.costs import counted_costs
 from tahq.models.fused_attention import attend_in_chunks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec, require_folder
-from tahq.models.partition import BlockRange, divide
+from tahq.models.partition import BlockRange
 from tahq.models.sleeping_slice import SleepingSlice
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, build_slice, slice_parameters
 from tahq.models.weights import FolderWeights
@@ -143,11 +150,6 @@ def snapshots_folder(config: ClusterConfig) -> Path:
 
 
 # -- modules -----------------------------------------------------------------------------------------
-
-
-def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
-    """The blocks of every chunk; a resolved configuration lists them, another is divided by counted cost."""
-    return divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
 
 
 def chunk_module(
@@ -369,6 +371,7 @@ class Assembly:
                 shards=config.shards,
                 tie=config.model.tie == "sync",
                 sum_codecs=config.sum_codecs,
+                num_frozen=frozen_chunks(config, next(iter(self.modules.values())).spec),
             ),
             self.modules,
             self._batches,

@@ -46,7 +46,7 @@ from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.comm.zmq.transport import ZmqTransport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
-from tahq.config.stage_estimate import memory_savings, stage_estimate
+from tahq.config.stage_estimate import memory_savings, schedule_of, stage_estimate
 from tahq.errors import (
     FrameLogError,
     InterruptedRunError,
@@ -342,13 +342,14 @@ def _estimate(config: ClusterConfig, stage: int, device: torch.device) -> str:
         spec = resolved_spec(config, None)
         memory = stage_estimate(config, spec, stage, device=device.type)
         helpful = memory_savings(config, spec, stage, device=device.type)
-        depth = config.pipeline.actions(config.training.num_micro_batches).max_in_flight(stage % config.pipeline.stages)
+        depth = schedule_of(config, spec).max_in_flight(stage % config.pipeline.stages)
     except (UserError, ValueError, MemoryError, RuntimeError):
         return _GENERAL
     kinds = memory.kinds()
     activations = kinds.pop("activations")
     rest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
-    held = f"activations {size(activations)} ({depth} micro-batches in flight, {size(activations / depth)} each)"
+    each = size(activations / max(1, depth))
+    held = f"activations {size(activations)} ({depth} micro-batches in flight, {each} each)"
     advice = ", ".join(f"{change} ({size(saved)} less)" for change, saved in helpful)
     helps = f"by the same estimate, these would help: {advice}" if advice else _GENERAL
     return f"it needs {size(memory.total)} or more: {held}, {rest}; {helps}"

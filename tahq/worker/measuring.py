@@ -22,7 +22,7 @@ from tahq.comm.control.messages import Assign, Bye, ComputeMeasured, Hello, Meas
 from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import computes_in_bf16, micro_batch_shape
+from tahq.config.stage_estimate import block_ranges, computes_in_bf16, micro_batch_shape
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
@@ -35,7 +35,7 @@ from tahq.plan.measure.meter import Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq.worker.assembly import block_ranges, keep_as_configured, matrix_dtype, resolved_spec
+from tahq.worker.assembly import keep_as_configured, matrix_dtype, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions
 from tahq.worker.links import listening_addresses
 
@@ -317,7 +317,8 @@ class ComputeMeasurement:
         self._device = device
         self._working = working
         self._timer = DeviceTimer(device, shares=shares_gpu)
-        self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
+        # every block as if it were trained; `tahq.plan` knows which are not
+        self._spec = dataclasses.replace(resolved_spec(config, None), folder=None, first_trainable=0)
         self._bf16 = computes_in_bf16(config, device.type)
         self.hidden_size = self._spec.hidden_size
 

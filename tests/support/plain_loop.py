@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import block_ranges
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
@@ -30,7 +31,7 @@ from tahq.pipeline.boundary import codec_key
 from tahq.pipeline.update import learning_rate
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
-from tahq.worker.assembly import block_ranges, resolved_spec
+from tahq.worker.assembly import resolved_spec
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from tahq.comm.topology import Position, total_steps
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
-from tahq.config.stage_estimate import computes_in_bf16
+from tahq.config.stage_estimate import block_ranges, computes_in_bf16
 from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
@@ -33,7 +33,6 @@ from tahq.pipeline.update import StageUpdate
 from tahq.quant import CodecSpec
 from tahq.worker.assembly import (
     StageData,
-    block_ranges,
     compute_device,
     keep_as_configured,
     matrix_dtype,
@@ -135,7 +134,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         weights = f"from {request.weights}"
         found = FolderWeights.find(str(request.weights), spec.layout.trunk)
         tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
-        found.read_into(model.parameters, tied)
+        found.read_into(model.weights, tied)
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)
 
 
@@ -184,7 +183,7 @@ def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int],
     """The optimizer step as a run takes it: global clipping, then that step's learning rate."""
     training, position = start.config.training, Position(start.cursor.step, start.cursor.sample)
     total = total_steps(training.steps, training.epochs, dataset.num_train_samples, training.global_batch, position)
-    update = StageUpdate(training, model.parameters, model.is_decayed, total, model.tied, seed=start.config.run.seed)
+    update = StageUpdate(training, model.weights, model.is_decayed, total, model.tied, seed=start.config.run.seed)
     if start.reader is not None:
         update.load(start.reader.tensor, set(start.reader.names()))
     return lambda step: update.apply(step, clip_factor(global_norm(update.squared_norms()), training.clip_norm))

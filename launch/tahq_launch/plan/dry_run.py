@@ -16,7 +16,15 @@ import torch
 from tahq.comm.link.frame import Direction
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import chunks_of, computes_in_bf16, memory_lines, stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import (
+    block_ranges,
+    chunks_of,
+    computes_in_bf16,
+    memory_lines,
+    schedule_of,
+    stage_estimate,
+    with_memory_choices,
+)
 from tahq.data.dataset import load_dataset, shown_samples
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError, DataError
@@ -30,7 +38,7 @@ from tahq.quant import get_codec
 from tahq.quant.aqsgd.codec import AqsgdCodec
 from tahq.quant.config import WireConfig
 from tahq.units import format_rate, format_size
-from tahq.worker.assembly import block_ranges, offloaded
+from tahq.worker.assembly import offloaded
 from tahq_launch.command_line import plain_table
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.plan.step_traffic import (
@@ -75,7 +83,7 @@ class _DryRun:
         self.spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
         self.config = config = with_memory_choices(config, self.spec)
         self.ranges = block_ranges(config, self.spec)
-        self.schedule = config.pipeline.actions(config.training.num_micro_batches)
+        self.schedule = schedule_of(config, self.spec)
         self.stages = range(self.schedule.num_stages)
         self.devices = [stage_device(config, stage) for stage in self.stages]
         self.bf16 = [computes_in_bf16(config, device.type) for device in self.devices]

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import block_ranges
 from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.typed_yaml.mistakes import read_section
-from tahq.worker.assembly import block_ranges
 from tahq_launch.plan.step_traffic import LinkSpeeds, link_speeds
 from tahq_netem.network.description import plan_network
 

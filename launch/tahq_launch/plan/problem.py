@@ -143,10 +143,13 @@ def model_numbers(
     With split backwards micro-batches count with what they hold between the gradients of inputs and of weights.
     `offloads`: whether `memory.offload` may be chosen.
     """
-    is_open = config.memory.recompute == "auto"
+    is_open, first_trainable = config.memory.recompute == "auto", spec.first_trainable
+    spec = replace(spec, first_trainable=0)
     every = []
     for each in _memory_choices(config, spec, offloads=offloads):
         option = _memory_option(each, spec, is_open=is_open, splits_backward=splits_backward, shares=shares)
+        if first_trainable:
+            option = _with_frozen(option, each, spec, shares)
         every.append(replace(option, stages=_stages(config, each)))
     some = BlockRange(*((1, 2, 3) if spec.num_layers > 2 else (0, 1, 1)))
     return ModelNumbers(
@@ -156,6 +159,7 @@ def model_numbers(
         global_batch=config.training.global_batch,
         options=tuple(every),
         num_states=every[0].block_nbytes / _weights_nbytes(spec, some),
+        first_trainable=first_trainable,
     )
 
 
@@ -251,6 +255,21 @@ def _memory_option(
         splits=may_split,
         recompute=level,
         offload=tuple(name for name in get_args(Offload) if name in config.memory.offload_of()),
+    )
+
+
+def _with_frozen(option: MemoryOption, config: ClusterConfig, spec: ModelSpec, shares: int) -> MemoryOption:
+    """The option of a model whose embedding and first blocks are not trained."""
+    layers, frozen = spec.num_layers, replace(spec, first_trainable=spec.num_layers)
+    if layers < 3:  # as much as others, with the ends
+        return replace(option, frozen_nbytes=option.block_nbytes, host_frozen_nbytes=option.host_block_nbytes)
+    block, first = (_state_nbytes(config, frozen, BlockRange(n, n + 1, layers), shares) for n in (1, 0))
+    return replace(
+        option,
+        first_nbytes=first[0] - block[0],
+        host_first_nbytes=first[1] - block[1],
+        frozen_nbytes=block[0],
+        host_frozen_nbytes=block[1],
     )
 
 

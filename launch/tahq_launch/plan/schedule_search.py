@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import with_memory_choices
+from tahq.config.stage_estimate import block_ranges, with_memory_choices
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.coordinator.schedule_choice import Choose, Proposal, ScheduleChoice
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
 from tahq.observe.metrics_reader import median_step
 from tahq.plan.changes import best_schedule
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
@@ -80,12 +81,12 @@ def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: 
     configured, _ = estimated_numbers(config, spec)
     costs = counted_costs(spec, config.data.seq_len)
     head = 0.0 if config.emulate.sleep else costs.head * len(costs.blocks) / sum(costs.blocks)
-    layers = config.pipeline.layers or []
+    ranges = block_ranges(config, spec)
     hosts = [
         host.model_copy(
             update={
                 "memory": memory[stage] or None,
-                "compute": [_layer_times(config, step.stages[stage], layers[stage], head)],
+                "compute": [_layer_times(config, step.stages[stage], ranges[stage], spec.first_trainable, head)],
                 "codecs": _codec_times(step, stage),
             }
         )
@@ -94,14 +95,19 @@ def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: 
     return configured.model_copy(update={"hosts": hosts, "paths": list(_paths(configured, hosts, step.links))})
 
 
-def _layer_times(config: ClusterConfig, stage: StageRecord, layers: int, head: float) -> LayerTimes:
+def _layer_times(
+    config: ClusterConfig, stage: StageRecord, blocks: BlockRange, first_trainable: int, head: float
+) -> LayerTimes:
     """Seconds of one of a stage's blocks, and of the head, which takes as long as `head` blocks.
 
     They add up to what the stage has measured: it has the head if it is the last. The embedding counts as its blocks'.
     """
-    is_last = stage.stage == config.pipeline.stages - 1
-    each = config.training.num_micro_batches * (layers + is_last * head)
-    forward, backward = max(1e-9, stage.split.forward_s / each), stage.split.backward_s / each
+    count = config.training.num_micro_batches
+    whole, trained = (
+        count * (layers + blocks.last * head) for layers in (len(blocks), blocks.num_trained(first_trainable))
+    )
+    each = max(1e-9, trained)  # there is no backward where it is 0
+    forward, backward = max(1e-9, stage.split.forward_s / whole), stage.split.backward_s / each
     part = stage.timing.get("input_gradient")
     return LayerTimes(
         micro_batch=config.training.micro_batch,

@@ -12,6 +12,7 @@ from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import frozen_chunks
 from tahq.models.model_spec import ModelSpec
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
 from tahq.plan.cluster_numbers import ClusterNumbers, RelayNumbers, host_labels
@@ -112,15 +113,20 @@ class StepFlow:
 
 
 def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[StepFlow, ...]:
-    """Every link and direction of one replica: cuts, then the link of tied embeddings if they are synchronised."""
+    """Every link and direction of one replica: cuts, then the link of tied embeddings if they are synchronised.
+
+    No gradients are sent to chunks in which nothing is trained.
+    """
     stages, cuts, wire = config.pipeline.stages, config.pipeline.num_chunks - 1, config.wire
     boundary = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     codecs = {Direction.FORWARD: wire.activations, Direction.BACKWARD: wire.gradients}
     flows: list[StepFlow] = []
-    num_frames = config.training.num_micro_batches // config.pipeline.replicas
+    num_frames, num_frozen = config.training.num_micro_batches // config.pipeline.replicas, frozen_chunks(config, spec)
     for cut in range(cuts):
         ends = cut % stages, (cut + 1) % stages
-        flows += _flows(config, cut, ends, codecs, boundary, num_frames)
+        for flow in _flows(config, cut, ends, codecs, boundary, num_frames):
+            has_none = flow.direction is Direction.BACKWARD and cut < num_frozen
+            flows.append(replace(flow, num_frames=0) if has_none else flow)
     if config.model.tie == "sync" and stages > 1:
         codecs = dict.fromkeys(codecs, _TIE_CODEC)
         flows += _flows(config, cuts, (0, stages - 1), codecs, (spec.vocab_size, spec.hidden_size), 1)

@@ -15,13 +15,11 @@ from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
-from tahq.config.stage_estimate import check_layers
+from tahq.config.stage_estimate import block_ranges, check_layers
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.hub import local_folder, pinned
-from tahq.models.costs import counted_costs
 from tahq.models.model_spec import load_spec, require_folder
-from tahq.models.partition import divide
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq_launch.plan.numbers import check_names, read_numbers
@@ -45,7 +43,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
     check_layers(config, spec)
-    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
+    ranges = block_ranges(config, spec)
     vocabulary = {"vocab_size": spec.vocab_size} if config.model.path is None else {}
     model = config.model.model_copy(update=vocabulary)
     pipeline = config.pipeline.model_copy(update={"layers": list(map(len, ranges))})

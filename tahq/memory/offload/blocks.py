@@ -21,7 +21,7 @@ from tahq.memory.offload.host_part import HostPart, copy_for_products, filled_we
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, Parts, build_slice, fill_weights
+from tahq.models.slice import ModelSlice, Parts, fill_weights
 
 Kept = dict[int, list[Offloaded]]
 """What blocks keep of one micro-batch, by a block's place in its slice."""
@@ -50,14 +50,13 @@ def build_offloaded_slice(
     placed: Callable[[nn.Module], None],
 ) -> ModelSlice:
     """`build_slice` with `placed`, such as `place_on_host`: only one block's weights are on the device as a whole."""
-    module = build_slice(
-        spec, blocks, seed=seed, device=device, random=random, weights=False, matrices=matrices, placed=placed
-    )
-    if weights:
-        parameters = module.canonical_parameters()
-        here = {name: filled_weight(each) for name, each in parameters.items() if is_here(each)}
-        fill_weights(spec, here, seed, filled)
-        copy_for_products(parameters.values())
+    module = ModelSlice(spec, blocks, random, matrices)
+    module.materialise(device, placed)
+    parameters = module.canonical_parameters()
+    if not weights:
+        parameters = {name: each for name, each in parameters.items() if not each.requires_grad}
+    fill_weights(spec, {name: filled_weight(p) for name, p in parameters.items() if is_here(p)}, seed, filled)
+    copy_for_products(parameters.values())
     return module
 
 
@@ -87,6 +86,7 @@ class BlockOffload:
 
     def __init__(self, module: ModelSlice, which: Collection[Offload], memory: HostMemory) -> None:
         self._memory = memory
+        self._first_trained = module.num_frozen_blocks
         blocks = list(module.blocks())
         self._products = list(map(_lent, blocks))
         self._keeps_stream = "residual" in which
@@ -122,7 +122,7 @@ class BlockOffload:
 
     def _before_backward(self, kept: Kept, place: int, gradient: torch.Tensor) -> None:
         """Called with the gradient of a block's output."""
-        self._lend(place, place - 1)
+        self._lend(place, max(place - 1, self._first_trained))
         for each in (place, place - 1):
             for item in kept.get(each, ()):
                 item.fetch()

@@ -275,6 +275,7 @@ _DECAY_LENGTH = "the rate decays over another number of steps"
 _UPDATES = "every later update differs"
 _CUTS = "with a lossy codec other tensors are rounded; raw:dtype=fp32 in both directions would keep it exact"
 _NOT_ARITHMETIC = "it does not affect the arithmetic"
+_FROZEN = "model.frozen_layers"
 _NO_EFFECT = "an evaluation changes no weight and draws no shared randomness"
 
 RULES: Mapping[str, KeyRule] = {
@@ -283,6 +284,11 @@ RULES: Mapping[str, KeyRule] = {
     "run.threads": KeyRule(Verdict.INEXACT, "sums inside an operation may be split differently"),
     "run.device": KeyRule(Verdict.INEXACT, "another device adds in another order"),
     "model": KeyRule(Verdict.REFUSED, "the checkpoint's weights are of that model"),
+    "model.frozen_layers": KeyRule(
+        Verdict.REFUSED,
+        "the checkpoint has weights and states of the others only",
+        (lambda old, new: not (_get(old, _FROZEN) or _get(new, _FROZEN)), "none is frozen"),
+    ),
     "data": KeyRule(Verdict.REFUSED, "which samples were seen, and which are held out, would no longer be known"),
     "data.tokenizer": KeyRule(Verdict.REFUSED, "the embedding has a row for each of its tokens"),
     "data.seq_len": KeyRule(

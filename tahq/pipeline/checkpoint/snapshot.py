@@ -8,7 +8,8 @@ A crash at any moment leaves a complete checkpoint to return to (manifest.py dra
 
 Tensors are named `model/<canonical name>` and `optimizer/<state>/<canonical name>`, never by stage, so a run can be
 resumed with another number of stages. Of an INT8 weight `model/` has the codes, `model_zero/` and `model_scale/` the
-rest.
+rest. Weights that are not trained (`model.frozen_layers`) are read from `model.path`, or drawn, again; of each
+`frozen/<canonical name>` has a sum over its bits, to compare.
 """
 
 import logging

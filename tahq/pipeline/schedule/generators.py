@@ -10,12 +10,15 @@ Depths are lowered to the limits that neighbours set, so that no two stages wait
     d_r ≤ d_{r−1}              stage r gets no more forwards than the stage before it computes
     d_0 ≤ d_{P−1} + 2g         interleaved: stage P − 1 feeds stage 0, in groups of at least g micro-batches
 
+Chunks in which nothing is trained, the first ones, compute all forwards and nothing else. They hold no activations,
+so depths are those of the stages behind them; `_frozen` gives their rows.
+
 Sources: GPipe (Huang et al. 2019); 1F1B (PipeDream, Narayanan et al. 2019); interleaved 1F1B (Narayanan et al.
 2021, §2.2); zero bubble, ZB-H1 (Qi et al. 2023, §3), whose weight gradients fill the gaps that 1F1B leaves.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tahq.errors import ScheduleError
@@ -42,6 +45,7 @@ def generate(
     *,
     depths: Sequence[int] | None = None,
     chunks_per_stage: int = 1,
+    num_frozen: int = 0,
 ) -> Schedule:
     """The schedule with this name.
 
@@ -52,6 +56,7 @@ def generate(
         depths: activations in flight allowed, by stage; lowered where neighbours could not keep up. None: the default
             of the schedule: 1F1B min(m, P − r), zero bubble min(m, P), interleaved 2(P − r − 1) + (v − 1)·P + 1.
         chunks_per_stage: v, above 1 for interleaved only; chunk c is on stage c mod P.
+        num_frozen: chunks, from the first on, that have no backward; fewer than all.
 
     Raises:
         ScheduleError: an unknown name, no stage or micro-batch, or unsuitable depths or chunks.
@@ -66,7 +71,8 @@ def generate(
     _check(name, request)
     num_chunks = num_stages * chunks_per_stage
     placement = tuple(chunk % num_stages for chunk in range(num_chunks))
-    return Schedule(name, num_micro_batches, GENERATORS[name](request), placement)
+    rows = GENERATORS[name](request) if num_frozen == 0 else _frozen(name, request, num_frozen)
+    return Schedule(name, num_micro_batches, rows, placement, num_frozen)
 
 
 def _check(name: str, request: Request) -> None:
@@ -85,6 +91,23 @@ def _check(name: str, request: Request) -> None:
         raise ScheduleError(
             f"an in-flight depth of {min(depths)} is too small: {name} with {chunks} chunks per stage needs {chunks}"
         )
+
+
+def _frozen(name: str, request: Request, num_frozen: int) -> Rows:
+    """The rows where the first chunks have no backward.
+
+    With one chunk per stage the others are a pipeline of their own. With several, theirs keep their places in the whole
+    schedule: without what nothing depends on, no stage waits longer.
+    """
+    if request.chunks_per_stage > 1:
+        rows = GENERATORS[name](request)
+        return tuple(tuple(a for a in row if a.kind is ActionKind.F or a.chunk >= num_frozen) for row in rows)
+    depths = None if request.depths is None else request.depths[num_frozen:]
+    behind = replace(request, num_stages=request.num_stages - num_frozen, depths=depths)
+    shifted = (
+        tuple(replace(action, chunk=action.chunk + num_frozen) for action in row) for row in GENERATORS[name](behind)
+    )
+    return (*(tuple(_pass(c, ActionKind.F, request.num_micro_batches)) for c in range(num_frozen)), *shifted)
 
 
 def _gpipe(request: Request) -> Rows:

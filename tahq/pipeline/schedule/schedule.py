@@ -5,7 +5,8 @@ An action in torch's notation is `2F0`: chunk 2, forward, micro-batch 0. `B` is 
 several under interleaved schedules.
 
 A run executes no schedules but those of `generators.py`. Engine and simulator rely on these invariants of theirs:
-- each micro-batch passes each chunk exactly once forward and once backward, on the stage that holds it;
+- each micro-batch passes each chunk exactly once forward and once backward, on the stage that holds it, but for the
+  first `num_frozen` chunks, which have a forward only;
 - weight gradients of a chunk (B, W) come in ascending order of micro-batch under every schedule, so that sums do not
   depend on it;
 - executed in the order given, with frames arriving at any time, no stage waits forever.
@@ -41,13 +42,15 @@ class Action:
 class Schedule:
     """The actions of every stage, in the order in which it computes them.
 
-    `actions[stage]` is a stage's row; `placement[chunk]` is the stage that holds a chunk.
+    `actions[stage]` is a stage's row; `placement[chunk]` is the stage that holds a chunk; the first `num_frozen` chunks
+    have no backward, since nothing in them is trained, so no gradient is sent to them.
     """
 
     name: str
     num_micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
+    num_frozen: int = 0
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.actions)
@@ -66,16 +69,16 @@ class Schedule:
         """Largest number of (chunk, micro-batch) pairs whose activations the stage holds at once.
 
         They are held from the forward to the end of the backward: B, or W where it is split. GPipe: m; 1F1B:
-        min(m, P − r).
+        min(m, P − r). Chunks without a backward hold none.
         """
-        return max(in_flight(self.actions[stage]), default=0)
+        return max(in_flight(self.actions[stage], self.num_frozen), default=0)
 
 
-def in_flight(row: tuple[Action, ...]) -> Iterator[int]:
+def in_flight(row: tuple[Action, ...], num_frozen: int = 0) -> Iterator[int]:
     """Activations held during each action of a row, including those that it makes or frees."""
     held = 0
     for action in row:
-        held += action.kind is ActionKind.F
+        held += action.kind is ActionKind.F and action.chunk >= num_frozen
         yield held
         held -= action.kind in (ActionKind.B, ActionKind.W)
 

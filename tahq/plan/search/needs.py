@@ -36,6 +36,8 @@ class StageHosts:
         block, ends: seconds of a block, and of what a stage has of the ends, without recomputation.
         held_block: bytes that a block was measured to keep of a micro-batch under the first option; 0: not measured.
         frame_nbytes: of a micro-batch on all cuts.
+        out_nbytes: of an activation, by cut.
+        first_trainable: the first block that is trained.
         link: bits per second of copies between host and device; 0: not measured.
     """
 
@@ -50,6 +52,27 @@ class StageHosts:
     memory: Array
     host_memory: Array
     link: Array
+    out_nbytes: Array
+    first_trainable: int = 0
+
+    def trained(self, layers: Array) -> Array:
+        """Blocks of each stage from the first that is trained on."""
+        if self.first_trainable == 0:
+            return layers
+        trained: Array = np.clip(np.cumsum(layers, axis=-1) - self.first_trainable, 0.0, layers)
+        return trained
+
+    def is_frozen(self, layers: Array) -> Flags:
+        """Whether a stage has nothing that is trained; the last has the head."""
+        frozen: Flags = (self.trained(layers) == 0) & (self.last == 0) & (self.first_trainable > 0)
+        return frozen
+
+    def ahead_nbytes(self, layers: Array) -> Array:
+        """Encoded activations of a whole step, which a stage without a backward may send ahead, at both their ends."""
+        ahead = np.where(self.is_frozen(layers)[..., :-1], self.num_micro_batches * self.out_nbytes, 0.0)
+        none = np.zeros_like(ahead[..., :1])
+        both: Array = np.concatenate([ahead, none], axis=-1) + np.concatenate([none, ahead], axis=-1)
+        return both
 
 
 class StageNeeds:
@@ -78,17 +101,19 @@ class StageNeeds:
 
     def times(self, layers: Array) -> StageCompute:
         """Seconds by stage."""
+        trained = self._hosts.trained(layers)
         forward, backward, input_gradient = (
-            layers * block + end for block, end in zip(self._block, self._hosts.ends, strict=True)
+            count * block + end
+            for count, block, end in zip((layers, trained, trained), self._block, self._hosts.ends, strict=True)
         )
-        waits = np.maximum(0.0, layers * self._backward_copy_s - backward)
+        waits = np.maximum(0.0, trained * self._backward_copy_s - backward)
         return StageCompute(
             np.maximum(forward, layers * self._forward_copy_s), backward + waits, input_gradient + waits
         )
 
     def update_s(self, layers: Array) -> Array:
         """Seconds of the copies of an update."""
-        seconds: Array = layers * self._update_s + self._ends_update_s
+        seconds: Array = self._hosts.trained(layers) * self._update_s + self._ends_update_s
         return seconds
 
     def fixed_nbytes(self, layers: Array) -> Array:
@@ -98,8 +123,18 @@ class StageNeeds:
         once = np.where(hosts.last > 0, max(held.workspace, held.again), held.again)
         # a gradient received, a gradient to send
         cuts = (1 - hosts.first) + (1 - hosts.last)
-        nbytes: Array = layers * option.block_nbytes + ends + cuts * held.tensor + once
-        return nbytes
+        trained = hosts.trained(layers)
+        blocks = trained * option.block_nbytes + (layers - trained) * option.frozen_nbytes
+        nbytes: Array = blocks + ends + cuts * held.tensor + once
+        return nbytes if hosts.first_trainable == 0 else nbytes + hosts.ahead_nbytes(layers)
+
+    def of_blocks(self, in_flight: Array, *, are_trained: bool) -> tuple[Array, Array]:
+        """By stage, bytes without blocks, and of each block, with so many micro-batches in flight."""
+        none = np.zeros_like(in_flight)
+        base = self.fixed_nbytes(none) + self.nbytes_in_flight(none, in_flight)
+        option, put_off = self.option, np.minimum(in_flight, self._most_put_off) * self._held.block_put_off
+        trained: Array = option.block_nbytes + in_flight * self._held_block + put_off
+        return base, trained if are_trained else np.full_like(in_flight, option.frozen_nbytes)
 
     def nbytes_in_flight(self, layers: Array, in_flight: Array) -> Array:
         """What so many micro-batches keep, of which zero-bubble puts off the last gradients of a few."""
@@ -111,7 +146,9 @@ class StageNeeds:
         """In host memory."""
         option, hosts = self.option, self._hosts
         ends = hosts.first * option.host_first_nbytes + hosts.last * option.host_last_nbytes
-        nbytes: Array = layers * (option.host_block_nbytes + in_flight * self._held.streamed) + ends
+        trained = hosts.trained(layers)
+        blocks = trained * (option.host_block_nbytes + in_flight * self._held.streamed)
+        nbytes: Array = blocks + (layers - trained) * option.host_frozen_nbytes + ends
         return nbytes
 
     def fits(self, layers: Array, in_flight: Array) -> Flags:
@@ -127,16 +164,17 @@ class StageNeeds:
         few = whole_quotient(free, held + put_off)
         fit = np.where(few < most, few, whole_quotient(free - most * put_off, held))
         on_host = self._hosts.host_memory - self.host_nbytes(layers, np.zeros_like(layers))
-        fit = np.minimum(fit, whole_quotient(on_host, layers * self._held.streamed))
+        fit = np.minimum(fit, whole_quotient(on_host, self._hosts.trained(layers) * self._held.streamed))
         limits: Array = np.clip(fit, 0, self._hosts.num_micro_batches)
         return limits
 
     def _in_flight_nbytes(self, layers: Array) -> tuple[Array, Array]:
         """Of a micro-batch in flight, and what it keeps beyond that once only gradients of weights are missing."""
-        hosts, held = self._hosts, self._held
+        hosts, held, trained = self._hosts, self._held, self._hosts.trained(layers)
         ends = hosts.first * held.first + hosts.last * held.last + (1 - hosts.last) * held.tensor
-        put_off = layers * held.block_put_off + hosts.last * held.last_put_off
-        return layers * self._held_block + ends + held.stage + hosts.frame_nbytes, put_off
+        put_off = trained * held.block_put_off + hosts.last * held.last_put_off
+        nbytes = trained * self._held_block + ends + held.stage + hosts.frame_nbytes
+        return (nbytes if hosts.first_trainable == 0 else np.where(hosts.is_frozen(layers), 0.0, nbytes)), put_off
 
     @property
     def _most_put_off(self) -> Array:

@@ -11,7 +11,7 @@ divisions, all are tried.
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 
 import numpy as np
@@ -31,6 +31,7 @@ MAX_ALL = 2_000
 """Up to this many divisions, all are tried."""
 
 _NUM_LIMITS = 48
+_BISECTIONS = 30
 
 
 class StageCosts:
@@ -49,8 +50,10 @@ class StageCosts:
         self.micro_batch = micro_batch
         self.num_micro_batches = model.global_batch // micro_batch
         self.memory: Array = table.memory[self.hosts]
+        self.first_trainable = model.first_trainable
         first, last = np.zeros(len(hosts)), np.zeros(len(hosts))
         first[0] = last[-1] = 1.0
+        is_trained = float(model.first_trainable == 0)  # the embedding
         times = table.times(micro_batch)
         own = {name: getattr(times, name)[self.hosts] for name in times.__slots__}
         self.ends = self.hosts[:-1], self.hosts[1:]
@@ -64,9 +67,6 @@ class StageCosts:
         is_own_end = (self.ends[0] == table.relay) | (self.ends[1] == table.relay)
         self.relayed: Flags = table.relayed[self.ends] & ~is_own_end
         """Cuts whose frames go over another host's relay."""
-        relayed_nbytes = self.nbytes[self.relayed].sum()
-        self.relay_s = float(transmission_s(relayed_nbytes, min(table.relay_rates))) if relayed_nbytes else 0.0
-        """Seconds of a micro-batch on the slower of the relaying host's uplink and downlink."""
         frame_nbytes = np.zeros(len(hosts))
         frame_nbytes[:-1] += self.nbytes.sum(axis=1)
         frame_nbytes[1:] += self.nbytes.sum(axis=1)
@@ -78,7 +78,7 @@ class StageCosts:
             block=StageCompute(own["block_forward"], own["block_backward"], own["block_input_gradient"]),
             ends=StageCompute(
                 first * own["first_forward"] + last * own["last_forward"],
-                first * own["first_backward"] + last * own["last_backward"],
+                is_trained * first * own["first_backward"] + last * own["last_backward"],
                 # no stage waits for the gradient of an embedding's input; of the head's two products one is the input's
                 last * own["last_backward"] / 2,
             ),
@@ -87,6 +87,8 @@ class StageCosts:
             memory=self.memory,
             host_memory=table.host_memory[self.hosts],
             link=table.host_link[self.hosts],
+            out_nbytes=self.nbytes[:, 0],
+            first_trainable=model.first_trainable,
         )
         self.needs = self._needs(model.options)
         """By option; only the first if no stage can need another."""
@@ -115,10 +117,31 @@ class StageCosts:
         return np.maximum(block.forward + block.backward, 1e-12)
 
     @property
+    def block_seconds(self) -> tuple[Array, Array]:
+        """Of a block without, and with, a backward, by stage."""
+        return np.maximum(self._stage_hosts.block.forward, 1e-12), self.block_s
+
+    @property
     def ends_s(self) -> Array:
         """Seconds of the model's ends, forward and backward, by stage."""
         ends = self._stage_hosts.ends
         return ends.forward + ends.backward
+
+    def carries(self, layers: Array) -> Flags:
+        """Whether gradients cross a cut, as something before it is trained."""
+        crossed: Flags = np.cumsum(layers, axis=-1)[..., :-1] > self.first_trainable
+        return crossed
+
+    def gradients_of(self, layers: Array) -> DirectionSeconds:
+        """What gradients cost at the cuts of a division."""
+        return self.inward if self.first_trainable == 0 else self.inward.where(self.carries(layers))
+
+    def relay_s(self, layers: Array) -> Array | float:
+        """Seconds of a micro-batch on the slower of the relaying host's uplink and downlink."""
+        if not self.relayed.any():
+            return 0.0
+        nbytes = self.nbytes[:, 0] + np.where(self.carries(layers), self.nbytes[:, 1], 0.0)
+        return transmission_s(np.where(self.relayed, nbytes, 0.0).sum(axis=-1), min(self.table.relay_rates))
 
     def options_of(self, plan: PipelinePlan) -> Numbers:
         """The number of each stage's option in a plan, [P]; the first where none fits."""
@@ -174,16 +197,19 @@ class StageCosts:
     ) -> StepSeconds:
         """The input of `tahq.plan.simulate.bound`; `split`: whether backwards are; `options` as of `times`."""
         times = self.times(layers, options)
+        if depths is not None and self.first_trainable:
+            depths = np.where(self._stage_hosts.is_frozen(layers), np.inf, depths)
         return StepSeconds(
             forward=times.forward,
             backward=times.backward,
             input_gradient=times.input_gradient if split else times.backward,
             activations=self.outward,
-            gradients=self.inward,
+            gradients=self.gradients_of(layers),
             latency=self.latency,
             num_micro_batches=float(self.num_micro_batches),
             depths=depths,
-            relay_s=self.relay_s,
+            relay_s=self.relay_s(layers),
+            carries=self.carries(layers) if self.first_trainable else None,
         )
 
     def likely_s(self, layers: Array, depths: Array, *, split: bool) -> Array:
@@ -335,7 +361,8 @@ def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: boo
     """
     num_stages = len(stages.hosts)
     every = math.comb(num_layers - 1, num_stages - 1) <= MAX_ALL
-    layers = all_divisions(num_layers, num_stages) if every else _filled(stages, num_layers)
+    fill = _filled_in_order if stages.first_trainable else _filled
+    layers = all_divisions(num_layers, num_stages) if every else fill(stages, num_layers)
     depths = stages.depth_limits(layers)
     fits = depths[:, -1] >= 1
     layers, depths = layers[fits], depths[fits]
@@ -366,6 +393,44 @@ def _filled(stages: StageCosts, num_layers: int) -> Array:
     return layers
 
 
+def _filled_in_order(stages: StageCosts, num_layers: int) -> Array:
+    """Divisions where blocks before the first that is trained cost less: each stage takes in turn what a limit allows.
+
+    Limits are of compute time, from the least that suffices to twice that, and of memory, by the depths to reserve it
+    for.
+    """
+    found = [np.zeros((0, len(stages.hosts)))]
+    for depths in _wanted_depths(stages):
+        taken = partial(_taken_in_order, stages, depths, num_layers)
+        low, high = 0.0, float(num_layers * stages.block_s.max() + stages.ends_s.max())
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if taken(middle).sum() >= num_layers else (middle, high)
+        found += [taken(limit_s) for limit_s in np.linspace(high, 2 * high, _NUM_LIMITS)]
+    layers: Array = np.unique(np.vstack(found), axis=0)
+    return layers[(layers.sum(axis=1) == num_layers) & (layers.min(axis=1) >= 1)]
+
+
+def _taken_in_order(stages: StageCosts, depths: Array, num_layers: int, limit_s: float) -> Array:
+    """Blocks by stage, [P]; fewer than there are in all if they do not fit under the limit."""
+    hosts, first = stages.block_seconds, stages.first_trainable
+    rooms = [_most_layers(stages, depths, num_layers, are_trained=each) for each in (False, True)]
+    num_stages, start, taken = len(stages.hosts), 0, list[int]()
+    for stage in range(num_stages):
+        most = num_layers - start - (num_stages - stage - 1)  # each stage behind it needs one
+        left_s, share, count = limit_s - float(stages.ends_s[stage]), 1.0, 0
+        while count < most:
+            is_trained = start + count >= first
+            left_s -= float(hosts[is_trained][stage])
+            share -= 1 / max(1e-9, float(rooms[is_trained][stage]))
+            if count and (left_s < -1e-12 or share < -1e-9):
+                break
+            count += 1
+        taken.append(count)
+        start += count
+    return np.array(taken, dtype=float)
+
+
 def _capacity(limit_s: Array, each: Array, ends: Array, room: Array) -> Array:
     """Blocks that each stage may have under a limit of its compute time, at least one."""
     capacity: Array = np.clip(np.floor((limit_s - ends) / each + 1e-9), 1, room)
@@ -382,15 +447,12 @@ def _wanted_depths(stages: StageCosts) -> list[Array]:
     return [np.minimum(depths, stages.num_micro_batches) for depths in (natural, 2 * natural, *same)]
 
 
-def _most_layers(stages: StageCosts, depths: Array, num_layers: int) -> Array:
+def _most_layers(stages: StageCosts, depths: Array, num_layers: int, *, are_trained: bool = True) -> Array:
     """Blocks that fit each stage's memory at these depths."""
     rooms = []
     for needs in stages.needs:
-        base, with_one = (
-            needs.fixed_nbytes(layers) + needs.nbytes_in_flight(layers, depths)
-            for layers in (np.zeros(len(depths)), np.ones(len(depths)))
-        )
-        rooms.append(whole_quotient(stages.memory - base, with_one - base))
+        base, of_block = needs.of_blocks(depths, are_trained=are_trained)
+        rooms.append(whole_quotient(stages.memory - base, of_block))
     most: Array = np.clip(np.max(rooms, axis=0), 0, num_layers - len(depths) + 1)
     return most
 

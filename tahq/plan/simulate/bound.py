@@ -14,7 +14,12 @@ gradient alone, where the backward is split), and X_r, Y_r those of a whole hop 
     relay:          T ≥ m · the seconds of all relayed frames on the slower of the relaying host's two lines
     depth d of s:   T ≥ before_s + ⌈m / d⌉·(f_s + trip_s + b_s) − (b_s − i_s) + after_s
 
-the last because micro-batch k + d starts on s after the backward of k. Without a split i = b, and the two terms of a
+the last because micro-batch k + d starts on s after the backward of k. Stages in which nothing is trained have b = i =
+0, cuts before the first that is trained Y = 0, and
+
+    compute of s:   T ≥ before_s + m·f_s + trip_s
+
+Without a split i = b, and the two terms of a
 stage's compute are the same. Optimizer and commit are not in it. Every quantity may be an array over many candidates,
 of shape [..., P] by stage and [..., P − 1] by cut, so that thousands of divisions are bounded at once. All times are
 seconds.
@@ -55,12 +60,18 @@ class DirectionSeconds:
     def __post_init__(self) -> None:
         object.__setattr__(self, "alone", np.maximum(np.maximum(self.uplink, self.path), self.downlink))
 
+    def where(self, carries: Flags) -> "DirectionSeconds":
+        """The same at these cuts, and nothing at others."""
+        rows = (self.encode, self.decode, self.uplink, self.path, self.downlink)
+        return DirectionSeconds(*(np.where(carries, each, 0.0) for each in rows))
+
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
     """A step's seconds, for one micro-batch, by stage and by cut.
 
-    `input_gradient` is `backward` where backwards are whole; `depths` None: unlimited.
+    `input_gradient` is `backward` where backwards are whole; `depths` None: unlimited. `carries`: whether gradients
+    cross a cut, by cut; None: all.
     """
 
     forward: Array
@@ -71,13 +82,25 @@ class StepSeconds:
     latency: Array
     num_micro_batches: float
     depths: Array | None = None
-    relay_s: float = 0.0
+    relay_s: Array | float = 0.0
+    carries: Flags | None = None
 
 
-def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = None, *, split: bool) -> StepSeconds:
-    """The simulator's costs of a step with one chunk per stage; `split`: backwards are split into I and W."""
+def step_seconds(
+    costs: Costs, num_micro_batches: int, depths: Array | None = None, *, split: bool, num_frozen: int = 0
+) -> StepSeconds:
+    """The simulator's costs of a step with one chunk per stage; `split`: backwards are split into I and W.
+
+    `num_frozen`: stages, from the first on, without a backward.
+    """
     stages = range(len(costs.hosts))
-    seconds = {kind: np.array([costs.compute_s[stage, kind] for stage in stages]) for kind in ActionKind}
+    has_backward = np.arange(len(costs.hosts)) >= num_frozen
+    seconds = {
+        kind: np.array([costs.compute_s[stage, kind] for stage in stages]) * (has_backward | (kind is ActionKind.F))
+        for kind in ActionKind
+    }
+    carries = has_backward[:-1]
+    depths = depths if depths is None else np.where(has_backward, depths, np.inf)
     up = np.array([host.uplink_bits_per_s for host in costs.hosts])
     down = np.array([host.downlink_bits_per_s for host in costs.hosts])
 
@@ -90,7 +113,11 @@ def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = No
         lines = (transmission_s(nbytes, rate) for rate in rates)
         return DirectionSeconds(by_cut(f"{name}_encode_s"), by_cut(f"{name}_decode_s"), *lines)
 
-    relayed_nbytes = sum(cut.forward_nbytes + cut.backward_nbytes for cut in costs.cuts if cut.is_relayed)
+    relayed_nbytes = sum(
+        cut.forward_nbytes + cut.backward_nbytes * has_gradients
+        for cut, has_gradients in zip(costs.cuts, carries, strict=True)
+        if cut.is_relayed
+    )
     relay = costs.hosts[costs.relay] if isinstance(costs.relay, int) else costs.relay
     relay_s = 0.0
     if relay is not None and relayed_nbytes:
@@ -101,11 +128,12 @@ def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = No
         backward=seconds[ActionKind.I] + seconds[ActionKind.W] if split else seconds[ActionKind.B],
         input_gradient=seconds[ActionKind.I if split else ActionKind.B],
         activations=direction("forward", slice(None, -1), slice(1, None)),
-        gradients=direction("backward", slice(1, None), slice(None, -1)),
+        gradients=direction("backward", slice(1, None), slice(None, -1)).where(carries),
         latency=by_cut("latency_s"),
         num_micro_batches=num_micro_batches,
         depths=depths,
         relay_s=relay_s,
+        carries=carries,
     )
 
 
@@ -133,6 +161,9 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
         before + count * (costs.forward + costs.backward),
         before + count * (costs.forward + costs.input_gradient) + after,
     )
+    is_frozen = costs.backward == 0
+    if is_frozen.any():
+        compute = np.where(is_frozen, np.maximum(compute, before + count * costs.forward + trip), compute)
     by_stage = {"compute": compute}
     if costs.depths is not None:
         tail = after.copy()
@@ -142,8 +173,8 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
     bounds = {(kind, stage): each[..., stage] for stage in range(compute.shape[-1]) for kind, each in by_stage.items()}
     if compute.shape[-1] == 1:
         return bounds
-    if costs.relay_s:
-        bounds["relay", 0] = np.full(before.shape[:-1], count * costs.relay_s)
+    if np.any(costs.relay_s):
+        bounds["relay", 0] = np.broadcast_to(count * np.asarray(costs.relay_s), before.shape[:-1])
     end = (costs.input_gradient + after)[..., :-1]
     end[..., 0] += weights[..., 0]
     return bounds | _wire_bounds(costs, (before + costs.forward)[..., :-1], trip[..., :-1], end)
@@ -191,7 +222,8 @@ def _hops(costs: StepSeconds) -> tuple[Array, Array]:
     """A frame's seconds from the sender's encoder to the end of the receiver's decoder, forward and backward."""
     out, back = costs.activations, costs.gradients
     hop_out = out.encode + out.alone + costs.latency + out.decode
-    return hop_out, back.encode + back.alone + costs.latency + back.decode
+    latency = costs.latency if costs.carries is None else np.where(costs.carries, costs.latency, 0.0)
+    return hop_out, back.encode + back.alone + latency + back.decode
 
 
 def _shared(kind: str, uses: tuple[_Use, _Use], cuts: tuple[int, int], count: float) -> dict[Resource, Array]:

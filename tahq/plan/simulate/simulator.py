@@ -169,7 +169,8 @@ class _Simulation:
         """Encode an action's result, send it and decode it, if the next chunk is on another stage."""
         forward = action.kind is ActionKind.F
         peer, placement = action.chunk + (1 if forward else -1), self._schedule.placement
-        if action.kind is ActionKind.W or not 0 <= peer < self._schedule.num_chunks:
+        first = 0 if forward else self._schedule.num_frozen
+        if action.kind is ActionKind.W or not first <= peer < self._schedule.num_chunks:
             return
         source, target = placement[action.chunk], placement[peer]
         if source == target:
