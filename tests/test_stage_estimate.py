@@ -101,6 +101,20 @@ def test_tensors_for_weight_gradients_count_where_they_exceed_checkpointed_input
     assert estimated(config, stage).activations == most > config.pipeline.actions(16).max_in_flight(stage) * saved
 
 
+def test_stages_without_anything_to_train_have_weights_and_little_else():
+    model, wire = {"frozen_layers": 5}, {"activations": "wf", "gradients": "eden"}
+    frozen, half, trained, last = (
+        estimated(configured(model=model, wire=wire, pipeline={"layers": [4, 2, 1, 1]}), stage) for stage in range(4)
+    )
+    assert frozen.weights == frozen.untrained > 0
+    assert frozen.gradients == frozen.optimizer == frozen.activations == frozen.workspace == frozen.snapshot == 0
+    assert frozen.boundary < 16 * TENSOR / 4  # sixteen frames that may wait
+    assert half.gradients == trained.gradients == half.weights / 2
+    assert half.snapshot == trained.snapshot == trained.weights + trained.optimizer
+    assert half.activations < estimated(configured(wire=wire, pipeline={"layers": [4, 2, 1, 1]}), 1).activations
+    assert last == estimated(configured(wire=wire, pipeline={"layers": [4, 2, 1, 1]}), 3)
+
+
 def test_chunks_take_turns_at_their_workspace():
     """Blocks are computed again one at a time, whichever chunk they are of."""
     memory = {"recompute": "block"}

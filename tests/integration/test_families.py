@@ -32,13 +32,13 @@ SMOKE = ("gemma2",)
 """The one with most parts of its own."""
 
 
-def saved_model(family: str, folder, *, tied: bool) -> PreTrainedModel:
+def saved_model(family: str, folder, *, tied: bool, seed: int = 3) -> PreTrainedModel:
     sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "vocab_size": 256}
     grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
     overrides = KEYS.get(family, {}) | {"tie_word_embeddings": tied}
     config = ModelConfig(family=family, max_seq_len=64, overrides=overrides, **sizes, **grouped)
     spec = load_spec(config, vocab_size=256, seq_len=LENGTH)
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     spec.hf_config._attn_implementation = "eager"
     model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config)
     model.save_pretrained(folder)
@@ -54,7 +54,7 @@ def train_in_one_loop(model: PreTrainedModel, config: ClusterConfig) -> list[flo
         global_batch=training.global_batch,
         micro_batch=training.micro_batch,
     )
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]]
     decays = zip(groups, (training.weight_decay, 0.0), strict=True)
     optimizer = torch.optim.AdamW(

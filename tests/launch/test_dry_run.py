@@ -7,7 +7,7 @@ import torch
 from support.cluster_files import EXAMPLES
 
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
-from tahq.comm.link.frame import HEADER_NBYTES
+from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, resolve
 from tahq.errors import ConfigError, DataError, ModelError
@@ -16,6 +16,7 @@ from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
 from tahq_launch.plan.dry_run import WIDTH, dry_run, seen_samples
 from tahq_launch.plan.step_traffic import host_traffic, link_speeds, step_flows, wire_only_step_s
+from tahq_launch.start.resolution import resolve_for_run
 
 
 def load(*overrides: str, example: str = "gpt2") -> ClusterConfig:
@@ -70,6 +71,18 @@ def test_what_a_start_refuses_and_improbable_rates_are_warned_of():
     assert "warning: training.lr 3 is high for adamw: above 0.02 losses usually diverge" in warnings
     assert "warning: the start will be refused: run.bind is 127.0.0.1:0, which a cannot reach" in warnings
     assert "warning" not in dry_run(load("training.lr=0.02"))
+
+
+def test_frozen_layers_are_cut_for_their_cost_and_get_no_gradients():
+    config = resolve_for_run(load("model.frozen_layers=4", "model.vocab_size=256"))
+    assert config.pipeline.layers[0] > load().model.num_layers // 4
+    flows = flows_of(config)
+    behind = [sum(config.pipeline.layers[: flow.link + 1]) for flow in flows]
+    for flow, blocks in zip(flows, behind, strict=True):
+        is_sent = flow.direction is Direction.FORWARD or blocks > 4
+        assert bool(flow.step_nbytes) == is_sent
+    rows = [line.split() for line in dry_run(config).splitlines() if " gradients " in line]
+    assert "0" in next(row for row in rows if row[0] == "0")[-2:]
 
 
 def test_bits_of_stored_activations_are_listed_by_stage():

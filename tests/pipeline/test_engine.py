@@ -36,16 +36,19 @@ def batches(tmp_path) -> BatchSource:
     return BatchSource(dataset, seed=0, global_batch=6, micro_batch=2)
 
 
-def make_slice(start: int, stop: int) -> ModelSlice:
-    config = ModelConfig(family="llama", num_layers=LAYERS, hidden_size=SHAPE.hidden_size, num_heads=2)
+def make_slice(start: int, stop: int, frozen_layers: int = 0) -> ModelSlice:
+    sizes = {"num_layers": LAYERS, "hidden_size": SHAPE.hidden_size, "num_heads": 2}
+    config = ModelConfig(family="llama", frozen_layers=frozen_layers, **sizes)
     spec = load_spec(config, vocab_size=256, seq_len=SHAPE.seq_len)
     return build_slice(spec, BlockRange(start, stop, LAYERS), seed=0, device="cpu", random=RandomContext(0))
 
 
-def make_engine(module: ModelSlice, actions, batches, incoming=None, outgoing=None, **options) -> StageEngine:
+def make_engine(
+    module: ModelSlice, actions, batches, incoming=None, outgoing=None, is_frozen=False, sends_gradient=True, **options
+) -> StageEngine:
     chunk = actions[0].chunk
     return StageEngine(
-        chunks={chunk: Chunk(module, incoming, outgoing)},
+        chunks={chunk: Chunk(module, incoming, outgoing, is_frozen=is_frozen, sends_gradient=sends_gradient)},
         actions=actions,
         shape=SHAPE,
         batches=batches,
@@ -94,6 +97,25 @@ def test_two_stages_in_turn_give_the_gradients_of_one_to_the_bit(batches, schedu
     parts = lower.canonical_parameters() | upper.canonical_parameters()
     for name, parameter in whole.canonical_parameters().items():
         assert torch.equal(parts[name].grad, parameter.grad), name
+
+
+@pytest.mark.parametrize("frozen_layers", [1, 2])
+def test_a_frozen_stage_computes_forwards_gets_no_gradient_and_keeps_nothing(batches, frozen_layers):
+    """The upper stage has the head, so something to train."""
+    whole = make_slice(0, LAYERS, frozen_layers)
+    make_engine(whole, generate("1f1b", 1, 3).actions[0], batches).run_step(5)
+    cuts, rows = lossless_sides(), generate("1f1b", 2, 3, num_frozen=1).actions
+    lower, upper = make_slice(0, 1, frozen_layers), make_slice(1, LAYERS, frozen_layers)
+    below = make_engine(lower, rows[0], batches, outgoing=cuts[0], is_frozen=True)
+    below.run_step(5)
+    make_engine(upper, rows[1], batches, incoming=cuts[1], sends_gradient=False).run_step(5)
+    assert [stats.direction for stats in cuts[0].transport.take_stats()] == [Direction.FORWARD]
+    assert cuts[1].transport.take_stats() == []
+    assert not below._step.in_flight
+    parts = lower.canonical_parameters() | upper.canonical_parameters()
+    for name, parameter in whole.canonical_parameters().items():
+        assert (parts[name].grad is None) == (parameter.grad is None) == (not whole.spec.is_trained(name))
+        assert parameter.grad is None or torch.equal(parts[name].grad, parameter.grad), name
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

@@ -54,6 +54,25 @@ def test_generated_schedule_is_valid_and_prints_all_of_itself(name, num_stages, 
     assert schedule(str(made), name) == made
 
 
+@pytest.mark.parametrize(("name", "num_stages", "num_micro_batches"), [size for size in SIZES if size[1] > 1])
+def test_chunks_without_a_backward_hold_nothing_and_the_others_no_more_than_before(name, num_stages, num_micro_batches):
+    chunks = CHUNKS[name]
+    whole = generate(name, num_stages, num_micro_batches, chunks_per_stage=chunks)
+    for num_frozen in range(1, num_stages * chunks):
+        made = generate(name, num_stages, num_micro_batches, chunks_per_stage=chunks, num_frozen=num_frozen)
+        check(made)
+        assert not any(
+            made.max_in_flight(stage) for stage in range(num_stages) if stage + num_stages * (chunks - 1) < num_frozen
+        )
+        assert all(made.max_in_flight(stage) <= whole.max_in_flight(stage) for stage in range(num_stages))
+
+
+def test_stages_behind_frozen_ones_are_a_pipeline_of_their_own():
+    assert str(generate("zero-bubble", 3, 3, depths=[1, 2, 2], num_frozen=1)) == (
+        "0F0 0F1 0F2\n1F0 1F1 1I0 1W0 1F2 1I1 1W1 1I2 1W2\n2F0 2I0 2F1 2I1 2W0 2F2 2I2 2W1 2W2"
+    )
+
+
 def test_gpipe_is_all_forwards_then_all_backwards():
     assert str(generate("gpipe", 2, 3)) == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
 

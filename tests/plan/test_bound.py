@@ -40,6 +40,17 @@ def test_each_resource_of_two_stages_by_hand():
     assert bounds["depth", 1] == 13 + 4 * 8 + 14
 
 
+def test_a_stage_without_a_backward_neither_waits_for_gradients_nor_is_bound_by_depth():
+    cut = CutCosts(1, 2, latency_s=10.0)
+    costs = costs_of([3, 1], [5, 2], [cut], [HostCosts(8.0, 8.0)] * 2)
+    bounds = step_bounds(step_seconds(costs, 4, np.array([1.0, 1.0]), split=False, num_frozen=1))
+    # four forwards; the last activation takes 11 s, and 1 + 2 of compute
+    assert bounds["compute", 0] == 4 * 3 + 11 + 3
+    assert bounds["compute", 1] == 3 + 11 + 4 * 3
+    assert max(bounds.values()) == 26
+    assert simulate(generate("1f1b", 2, 4, depths=[1, 1], num_frozen=1), costs).step_time_s == 26
+
+
 def test_codec_lanes_by_hand():
     cut = CutCosts(0, 0, 3.0, 4.0, 5.0, 6.0, latency_s=0.0)
     bounds = step_bounds(step_seconds(costs_of([1, 1], [2, 2], [cut], [HostCosts()] * 2), 4, split=False))
@@ -82,13 +93,15 @@ def steps(draw):
     hosts = [draw(st.builds(HostCosts, RATES, RATES)) for _ in range(num_stages)]
     times = [[draw(TIMES) for _ in range(num_stages)] for _ in range(2)]
     depths = sorted((draw(st.integers(1, num_micro_batches)) for _ in range(num_stages)), reverse=True)
-    return costs_of(*times, cuts, hosts), num_micro_batches, depths
+    return costs_of(*times, cuts, hosts), num_micro_batches, depths, draw(st.integers(0, num_stages - 1))
 
 
 @given(steps(), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_schedule_is_faster_than_the_bound(step, split):
-    costs, num_micro_batches, depths = step
-    bound = step_bound(step_seconds(costs, num_micro_batches, np.array(depths, dtype=float), split=split))
-    schedule = generate("zero-bubble" if split else "1f1b", len(depths), num_micro_batches, depths=depths)
+    costs, num_micro_batches, depths, num_frozen = step
+    limits = np.array(depths, dtype=float)
+    bound = step_bound(step_seconds(costs, num_micro_batches, limits, split=split, num_frozen=num_frozen))
+    name = "zero-bubble" if split else "1f1b"
+    schedule = generate(name, len(depths), num_micro_batches, depths=depths, num_frozen=num_frozen)
     assert simulate(schedule, costs).step_time_s >= bound - 1e-9

@@ -105,6 +105,31 @@ def layers_by_host(planned):
     return dict(zip(planned.best.plan.hosts, planned.best.plan.layers, strict=True))
 
 
+def test_blocks_without_a_backward_take_the_time_of_a_forward_and_cost_no_bytes_back():
+    # seconds of a sample, 0.01 each forward and 0.02 backward: 7 · 0.01 and 3 · 0.03, not twice 5 · 0.03
+    hosts = [host("first", up=1e7, down=1e7), host("second", up=1e7, down=1e7)]
+    problem = ask(hosts, 10, 32, num_stages=2, in_order=True)
+    frozen = replace(problem, model=replace(problem.model, first_trainable=7))
+    assert plan(problem).best.plan.layers == (5, 5)
+    chosen = quick(frozen)
+    assert chosen.best.plan.layers == (7, 3)
+    times = StageCosts.of(chosen.table, chosen.best.plan).times_of(chosen.best.plan)
+    assert times.backward.tolist() == pytest.approx([0, 0.06 * chosen.best.plan.micro_batch])
+    assert {transfer.direction.name for transfer in chosen.best.timeline.transfers} == {"FORWARD"}
+    assert chosen.best.in_flight[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_choice_with_frozen_layers_is_within_three_percent_of_the_best_of_all(seed):
+    problem = random_problem(seed, num_hosts=3, num_layers=6, schedules=SCHEDULES[: 2 + seed % 2])
+    (option,) = problem.model.options
+    model = replace(problem.model, first_trainable=3, options=(replace(option, frozen_nbytes=25_000.0),))
+    problem = replace(problem, model=model)
+    planned = plan(problem)
+    _, best_s, _ = best_of_all(problem)
+    assert step_time_s(planned.table, planned.best.plan) <= 1.03 * best_s
+
+
 def test_layers_follow_the_speed_of_hosts():
     hosts = [host("slow", 0.04), host("fast", 0.01), host("middle", 0.02)]
     # no wire: 8 · 0.03 = 4 · 0.06 = 2 · 0.12 seconds per micro-batch
@@ -344,9 +369,12 @@ def test_paths_of_sites_and_hosts():
     assert (table.pair_rate[0, 2], table.pair_rate[2, 0], table.pair_rate[0, 1]) == (8e3, 8e6, math.inf)
 
 
-def test_filled_divisions_are_as_good_as_all(monkeypatch):
+@pytest.mark.parametrize("first_trainable", [0, 9, 20])
+def test_filled_divisions_are_as_good_as_all(monkeypatch, first_trainable):
     hosts = [host("a", 0.01), host("b", 0.03), host("c", 0.02, memory=400_000)]
-    stages = StageCosts(ClusterTable(ask(hosts, 20, 16, block=60_000.0, round_trip=0.05)), (0, 1, 2), 1)
+    problem = ask(hosts, 20, 16, block=60_000.0, round_trip=0.05)
+    problem = replace(problem, model=replace(problem.model, first_trainable=first_trainable))
+    stages = StageCosts(ClusterTable(problem), (0, 1, 2), 1)
     every = best_divisions(stages, 20, 1, split=False)
     monkeypatch.setattr("tahq.plan.search.stages.MAX_ALL", 0)
     filled = best_divisions(stages, 20, 1, split=False)

@@ -82,7 +82,8 @@ class PlainModel:
         self.cuts = [(get_codec(wire.activations), get_codec(wire.gradients)) for _ in self.slices[1:]]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name: p for part in self.slices for name, p in part.canonical_parameters().items()}
+        """Those that are trained."""
+        return {name: p for part in self.slices for name, p in _trained(part).items()}
 
     def forward(
         self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int] = (), replica: int = 0
@@ -103,6 +104,10 @@ class PlainModel:
             crossed = Cut.apply(x.view(*tokens.shape, -1), codecs, keys, sample_ids)
             x = part(crossed.view(x.shape))
         return x
+
+
+def _trained(part: ModelSlice) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in part.canonical_parameters().items() if p.requires_grad}
 
 
 def train_plainly(config: ClusterConfig, *, cut: bool = False) -> PlainRun:
@@ -199,13 +204,14 @@ def _all_reduce(
     config: ClusterConfig, part: ModelSlice, of_replicas: list[dict], of_micro_batches: list[list[dict]]
 ) -> None:
     """The sums of a stage's gradients, as AGoQ §5 has it: shards in 8 bits, sums in fp32, their results in 8 bits."""
-    parameters = list(part.canonical_parameters().values())
+    parameters = list(_trained(part).values())
     # workers of one machine are one site
     spec = config.wire.all_reduce_inside or config.wire.all_reduce
     coded = _in_fp8 if spec == "fp8" else lambda x: x
     if config.shards:
         shapes = {name: p.shape for name, p in part.canonical_parameters().items()}
-        shares = shares_of(part.spec, shapes, config.pipeline.replicas, config.shards).values()
+        every = shares_of(part.spec, shapes, config.pipeline.replicas, config.shards)
+        shares = [every[name] for name in _trained(part)]
         for share in set(shares):
             owned = [p for p, its_share in zip(parameters, shares, strict=True) if its_share == share]
             _reduce_to_owner(

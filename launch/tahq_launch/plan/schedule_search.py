@@ -106,14 +106,14 @@ def _layer_times(
     whole, trained = (
         count * (layers + blocks.last * head) for layers in (len(blocks), blocks.num_trained(first_trainable))
     )
-    each = max(1e-9, trained)  # there is no backward where it is 0
-    forward, backward = max(1e-9, stage.split.forward_s / whole), stage.split.backward_s / each
+    forward = max(1e-9, stage.split.forward_s / whole)
+    backward = stage.split.backward_s / trained if trained else 2 * forward
     part = stage.timing.get("input_gradient")
     return LayerTimes(
         micro_batch=config.training.micro_batch,
         block_forward=forward,
         block_backward=backward,
-        block_input_gradient=None if part is None else min(backward, part / each),
+        block_input_gradient=None if part is None else min(backward, part / trained),
         last_forward=head * forward,
         last_backward=head * backward,
     )
