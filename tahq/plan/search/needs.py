@@ -70,7 +70,7 @@ class StageHosts:
     def ahead_nbytes(self, layers: Array) -> Array:
         """Encoded activations of a whole step, which a stage without a backward may send ahead, at both their ends."""
         ahead = np.where(self.is_frozen(layers)[..., :-1], self.num_micro_batches * self.out_nbytes, 0.0)
-        none = np.zeros_like(ahead[..., :1])
+        none = np.zeros((*ahead.shape[:-1], 1))
         both: Array = np.concatenate([ahead, none], axis=-1) + np.concatenate([none, ahead], axis=-1)
         return both
 
