@@ -141,7 +141,8 @@ class StageCosts:
         if not self.relayed.any():
             return 0.0
         nbytes = self.nbytes[:, 0] + np.where(self.carries(layers), self.nbytes[:, 1], 0.0)
-        return transmission_s(np.where(self.relayed, nbytes, 0.0).sum(axis=-1), min(self.table.relay_rates))
+        relayed: Array = np.where(self.relayed, nbytes, 0.0).sum(axis=-1)
+        return transmission_s(relayed, np.full_like(relayed, min(self.table.relay_rates)))
 
     def options_of(self, plan: PipelinePlan) -> Numbers:
         """The number of each stage's option in a plan, [P]; the first where none fits."""
@@ -407,8 +408,9 @@ def _filled_in_order(stages: StageCosts, num_layers: int) -> Array:
             middle = (low + high) / 2
             low, high = (low, middle) if taken(middle).sum() >= num_layers else (middle, high)
         found += [taken(limit_s) for limit_s in np.linspace(high, 2 * high, _NUM_LIMITS)]
-    layers: Array = np.unique(np.vstack(found), axis=0)
-    return layers[(layers.sum(axis=1) == num_layers) & (layers.min(axis=1) >= 1)]
+    layers = np.unique(np.vstack(found), axis=0)
+    whole: Array = layers[(layers.sum(axis=1) == num_layers) & (layers.min(axis=1) >= 1)]
+    return whole
 
 
 def _taken_in_order(stages: StageCosts, depths: Array, num_layers: int, limit_s: float) -> Array:
