@@ -124,7 +124,8 @@ VALUES = [
     ),
     (
         "model.family=gpt3",
-        "expected gpt2, llama, qwen2, qwen3, mistral, smollm3, olmo2, phi3, gemma, gemma2 or gemma3_text; got 'gpt3'",
+        "expected gpt2, llama, qwen2, qwen3, mistral, smollm3, olmo2, phi3, gemma, gemma2, gemma3_text, "
+        "qwen2_moe, qwen3_moe or mixtral; got 'gpt3'",
     ),
     ("model.overrides={a: [1, .nan]}", "numbers must be finite; got nan"),
     ("data.text=[]", "expected a path or a list of paths and globs; got []"),

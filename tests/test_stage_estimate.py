@@ -166,3 +166,27 @@ def test_what_changes_layers_is_refused_where_they_are_not_known(changes):
     ):
         resolved_spec(config, None)
     resolved_spec(configured(model={"family": "olmo2"}, memory={"recompute": "block"}), None)
+
+
+@pytest.mark.parametrize(
+    ("family", "training", "message"),
+    [
+        ("llama", {"router_aux_loss": "per_layer"}, "router_aux_loss: per_layer is for mixtures of experts, and llama"),
+        (
+            "mixtral",
+            {"optimizer": "qgalore"},
+            r"optimizer: qgalore has no subspace for the .* experts \(mixtral\): use",
+        ),
+    ],
+)
+def test_what_does_not_fit_experts_is_refused(family, training, message):
+    with pytest.raises(ModelError, match=message):
+        resolved_spec(configured(model={"family": family}, training=training), None)
+
+
+def test_frames_of_pooled_loads_are_estimated_with_their_counts():
+    config, plain = (
+        configured(model={"family": "mixtral"}, training={"router_aux_loss": key}) for key in ("pooled", "none")
+    )
+    more = estimated(config, 1).boundary - estimated(plain, 1).boundary
+    assert more % (2 * 4 * (8 + 16)) == 0 < more  # two cuts, 8 experts, for each micro-batch in flight

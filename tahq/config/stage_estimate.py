@@ -13,6 +13,7 @@ from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memor
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.block_codes import FORMATS
 from tahq.models.costs import step_costs
+from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.families import FAMILIES
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange, divide
@@ -189,7 +190,16 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, ch
 
 
 def check_layers(config: ClusterConfig, spec: ModelSpec) -> None:
-    """Refuse what changes the layers of a block, for a family whose layers are not known; ModelError."""
+    """Refuse what changes the layers of a block, for a family whose layers are not known; ModelError.
+
+    Also a loss of routers without routers, and low-rank experts.
+    """
+    router_loss_of(config.training.router_aux_loss, spec)
+    if spec.layout.experts is not None and config.training.is_low_rank:
+        raise ModelError(
+            f"training.optimizer: {config.training.optimizer} has no subspace for the stacked weights of experts "
+            f"({spec.family}): use adamw, adamw8bit, fp8_adamw or adamw_bf16"
+        )
     if spec.layout.layers_like is not None:
         return
     levels = config.memory.recompute if isinstance(config.memory.recompute, list) else [config.memory.recompute]
@@ -275,10 +285,18 @@ def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, c
     activations of a step that come from, or leave, chunks without a backward, which compute ahead."""
     shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     codecs = (config.wire.activations, config.wire.gradients)
-    out, back = (get_codec(codec).encoded_nbytes(shape) for codec in codecs)
+    attached = attached_nbytes(config, spec)
+    out, back = (get_codec(codec).encoded_nbytes(shape) + more for codec, more in zip(codecs, attached, strict=True))
     frozen, last = schedule.num_frozen, schedule.num_chunks - 1
     num_cuts, num_ahead = (chunk > frozen) + (frozen <= chunk < last), (0 < chunk <= frozen) + (chunk < frozen)
     return num_cuts * (out + back), num_ahead * schedule.num_micro_batches * out
+
+
+def attached_nbytes(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:
+    """Bytes of what travels behind an activation, and behind a gradient, in training."""
+    loss = router_loss_of(config.training.router_aux_loss, spec)
+    forward, backward = (0, 0) if loss is None else loss.num_sent
+    return 4 * forward, 4 * backward
 
 
 # -- changes that would save memory ------------------------------------------------------------------

@@ -223,6 +223,8 @@ class StepRecord:
     """Whether it was skipped because a replica lost a worker."""
     computed_tokens: int = 0
     """Tokens of all samples, prompts and padding included; 0: unknown."""
+    router_loss: float | None = None
+    """The load-balancing loss of experts, times its coefficient, which `loss` leaves out; None: there is none."""
 
     @property
     def skipped_for(self) -> str:

@@ -219,10 +219,12 @@ def step_record(
     sums = [each.loss_sum for each in prepares if grid.is_last(each.stage) and each.loss_sum is not None]
     tokens = next((each.tokens for each in prepares if grid.is_last(each.stage) and each.tokens), None)
     ends, present = grid.links(), {each.stage: each for each in prepares}
+    of_routers = [each.router_loss for each in prepares if each.router_loss is not None]
     has_loss = len(sums) == (len(computing) or grid.replicas) and not commit.abandoned
     return StepRecord(
         step=commit.step + 1,
         loss=_sum(sums) / tokens if has_loss and tokens else math.nan,
+        router_loss=_sum(of_routers) if of_routers and has_loss else None,
         tokens=tokens or 0,
         step_time_s=step_time_s,
         grad_norm=math.nan if commit.abandoned else norm_of(prepares, num_norms or grid.num_stages),

@@ -1,7 +1,8 @@
 """Bytes that a block keeps of a micro-batch where its layers are not those of GPT-2 or Llama: it is computed, dry.
 
 torch's fake tensors have shapes and storages, and no data, so a block of any size takes no memory. Fused attention
-keeps what it does on a CPU: output and statistics.
+keeps what it does on a CPU: output and statistics. Experts keep as much whichever tokens they have, so each gets the
+same number.
 """
 
 import json
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from tahq.models.deferred_gradients import is_linear, product_dtype, sharing_weight_copies
+from tahq.models.experts.expert_products import is_experts
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import ModelSlice, Parts
@@ -33,13 +35,19 @@ def kept_by_block(
 ) -> KeptBytes:
     """Of a block without recomputation; `stream`: type of the residual stream; `bf16`: whether products are."""
     config = spec.hf_config
-    types = getattr(config, "layer_types", None) or [""] * spec.num_layers
-    alike = types.index(types[block])
+    kinds = kinds_of_blocks(spec)
+    alike = kinds.index(kinds[block])
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     key = spec.family, text, alike, micro_batch, seq_len, stream, bf16
     if key not in _known:
         _known[key] = _computed(spec, alike, micro_batch, seq_len, stream, bf16=bf16)
     return _known[key]
+
+
+def kinds_of_blocks(spec: ModelSpec) -> list[tuple[str, bool]]:
+    """Blocks that keep the same have the same kind: the type of their attention, and whether they have experts."""
+    types = getattr(spec.hf_config, "layer_types", None) or [""] * spec.num_layers
+    return [(each, spec.layout.has_experts(spec.hf_config, block)) for block, each in enumerate(types)]
 
 
 def _computed(
@@ -82,7 +90,12 @@ def _saved_by(model: ModelSlice, hidden: torch.Tensor) -> tuple[dict[int, torch.
         inputs[x.untyped_storage()._cdata if x.dtype == dtype else layer] = x.numel() * dtype.itemsize
         inputs[layer, "out"] = y.numel() * dtype.itemsize
 
+    def count_experts(layer: Any, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        gate_up, down, num_rows = layer.gate_up_proj.shape, layer.down_proj.shape, args[1].numel()
+        inputs[layer] = num_rows * sum(gate_up[1:] + down[1:]) * product_dtype(args[0]).itemsize
+
     hooks = [layer.register_forward_hook(count) for layer in filter(is_linear, model.modules())]
+    hooks += [layer.register_forward_hook(count_experts) for layer in filter(is_experts, model.modules())]
     x = hidden.clone().requires_grad_() * 1.0  # of a leaf autocast would keep one copy for all products
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.through_blocks(x)

@@ -26,7 +26,7 @@ import torch
 
 from tahq.memory.coat.fp8_codes import GROUP
 from tahq.memory.config import Recompute
-from tahq.memory.dry_blocks import KeptBytes, kept_by_block
+from tahq.memory.dry_blocks import KeptBytes, kept_by_block, kinds_of_blocks
 from tahq.memory.small_floats.block_codes import stored_nbytes
 from tahq.models.families import head_dim, num_kv_heads
 from tahq.models.model_spec import ModelSpec
@@ -377,10 +377,11 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     GPT-2: a·T·(3·C + I) for inputs and a·T·(5·C + I) for gradients. Llama and similar: the norms' outputs as they are
     saved, 8·T·C in fp32 and 10·T·C in bf16, a·T·(H·D + I) for attention's output and the MLP's product, a·T·N for
     gradients. With COAT, and under `fp8`, all of these but attention's output in FP8, T·(2·C + I + N). With AGoQ inputs
-    that are recomputed are codes.
+    that are recomputed are codes. Of blocks with other layers, those of the one that keeps most.
     """
     if spec.layout.layers_like is None:
-        return _dry(spec, 0, shape).deferred
+        kinds = kinds_of_blocks(spec)
+        return max(_dry(spec, kinds.index(kind), shape).deferred for kind in set(kinds))
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
     inner, width = _inner(spec), int(config.num_attention_heads) * head_dim(config)
     is_gpt2 = spec.layout.rotary is None

@@ -8,8 +8,23 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tahq.units import Duration, Section
 
 Family = Literal[
-    "gpt2", "llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "phi3", "gemma", "gemma2", "gemma3_text"
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
 ]
+
+RouterLossKey = Literal["auto", "pooled", "per_layer", "none"]
 
 
 def _refuse_non_finite(value: object) -> None:

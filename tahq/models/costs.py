@@ -8,16 +8,18 @@ from tahq.models.partition import LayerCosts
 def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
     """Multiply-adds per token of the forward pass; the backward pass has twice as many everywhere.
 
-    A block has those of its matrices plus 2 · A · H · D for attention, A being the mean number of positions that a
-    query attends to; the embedding, a look-up, has 0; the head has hidden · vocabulary.
+    A block has those of its matrices, of experts only those that a token takes, plus 2 · A · H · D for attention, A
+    being the mean number of positions that a query attends to; the embedding, a look-up, has 0; the head has
+    hidden · vocabulary.
     """
     config, layout = spec.hf_config, spec.layout
-    matrices = layout.block_weights(config)
     width = config.num_attention_heads * head_dim(config)
-    seen = [mean_positions_seen(seq_len, layout.window(config, block)) for block in range(spec.num_layers)]
+    blocks = range(spec.num_layers)
+    matrices = [layout.num_products(config, block) for block in blocks]
+    seen = [mean_positions_seen(seq_len, layout.window(config, block)) for block in blocks]
     return LayerCosts(
         embedding=0.0,
-        blocks=tuple(matrices + 2 * positions * width for positions in seen),
+        blocks=tuple(of + 2 * positions * width for of, positions in zip(matrices, seen, strict=True)),
         head=float(spec.hidden_size * spec.vocab_size),
     )
 

@@ -352,7 +352,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: boo
         is_wider = gradient.itemsize > parameter.grad.itemsize
         parameter.grad.add_(gradient.to(parameter.grad.dtype) if is_wider else gradient)
     if is_whole:
-        _announce(parameter)
+        announce(parameter)
 
 
 def accumulate_product(
@@ -370,10 +370,11 @@ def accumulate_product(
     torch.addmm(place, left, right, beta=share, out=place, **widened)
     parameter.grad = total
     if is_whole:
-        _announce(parameter)
+        announce(parameter)
 
 
-def _announce(parameter: torch.Tensor) -> None:
+def announce(parameter: torch.Tensor) -> None:
+    """Call a parameter's `on_gradient`, if it has that, after something was added to its gradient."""
     on_gradient: Callable[[torch.Tensor], None] | None = getattr(parameter, "on_gradient", None)
     if on_gradient is not None:
         on_gradient(parameter)

@@ -1,7 +1,7 @@
 """A trained model as a Hugging Face folder: config.json, generation_config.json, sharded safetensors, the tokenizer.
 
-Tensors stream through: at most one shard is in memory. The folder appears complete or not at all: everything is written
-into a hidden sibling, flushed to disk and renamed.
+Tensors stream through: at most one shard, and one parameter, is in memory. The folder appears complete or not at all:
+everything is written into a hidden sibling, flushed to disk and renamed.
 """
 
 import copy
@@ -10,6 +10,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tahq.errors import ModelError, UserError
+from tahq.models.families import FamilyLayout
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
@@ -76,7 +79,7 @@ def export_folder(
     if spec.tie == "sync":
         del shapes[HEAD_WEIGHT]
     with _appearing_whole(out) as folder:
-        _write_shards(folder, shapes, read, max_shard_nbytes, matrices)
+        _write_shards(folder, _written(spec.layout, shapes), read, max_shard_nbytes, matrices)
         _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document, matrices)
         if spec.folder is not None:
             copy_generation_config(spec.folder, folder)
@@ -95,15 +98,44 @@ def _write_config(spec: ModelSpec, folder: Path, eos: int | None, dtype: torch.d
     config.save_pretrained(folder)
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A tensor of a file: a part of a parameter, if experts are stacked there, else all of it."""
+
+    parameter: str
+    shape: torch.Size  # The parameter's
+    num_parts: int = 1
+    part: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel() // self.num_parts
+
+    def taken_from(self, whole: torch.Tensor) -> torch.Tensor:
+        """The parameter's tensor, or a copy of the part."""
+        return whole if self.num_parts == 1 else whole.view(self.num_parts, -1, whole.shape[-1])[self.part].clone()
+
+
+def _written(layout: FamilyLayout, shapes: Mapping[str, torch.Size]) -> dict[str, _Written]:
+    """The tensors of the files by name, named and divided as by transformers' `save_pretrained`."""
+    written: dict[str, _Written] = {}
+    for name, shape in shapes.items():
+        names = layout.names_in_files(name) or (name,)
+        experts = range(shape[0] if "*" in names[0] else 1)
+        parts = [each.replace("*", str(expert)) for expert in experts for each in names]
+        written |= {each: _Written(name, shape, len(parts), number) for number, each in enumerate(parts)}
+    return written
+
+
 def _write_shards(
     folder: Path,
-    shapes: Mapping[str, torch.Size],
+    written: Mapping[str, _Written],
     read: Callable[[str], torch.Tensor],
     max_nbytes: int,
     matrices: torch.dtype,
 ) -> None:
-    dtypes = {name: matrices if len(shape) >= 2 else torch.float32 for name, shape in shapes.items()}
-    sizes = {name: dtypes[name].itemsize * shape.numel() for name, shape in shapes.items()}
+    dtypes = {name: matrices if len(each.shape) >= 2 else torch.float32 for name, each in written.items()}
+    sizes = {name: dtypes[name].itemsize * each.numel for name, each in written.items()}
     shards: list[list[str]] = []
     nbytes = 0
     for name, size in sizes.items():
@@ -113,9 +145,10 @@ def _write_shards(
             nbytes = size
         shards[-1].append(name)
     file_of: dict[str, str] = {}
+    latest = lru_cache(1)(read)  # the parts of a parameter follow each other
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE_FILE
-        tensors = {name: _checked(name, read(name), shapes[name], dtypes[name]) for name in names}
+        tensors = {name: _checked(written[name], latest, dtypes[name]) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -123,10 +156,11 @@ def _write_shards(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _checked(name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.shape != shape:
-        raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, expected {list(shape)}")
-    return tensor.detach().to("cpu", dtype).contiguous()
+def _checked(one: _Written, read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    name, tensor = one.parameter, read(one.parameter)
+    if tensor.shape != one.shape:
+        raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, expected {list(one.shape)}")
+    return one.taken_from(tensor.detach()).to("cpu", dtype).contiguous()
 
 
 @contextmanager

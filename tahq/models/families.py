@@ -42,16 +42,58 @@ def _root_of_hidden(config: HfConfig) -> float:
     return math.sqrt(config.hidden_size)
 
 
+def num_experts(config: HfConfig) -> int:
+    """Experts of a block that has some."""
+    return int(config.num_experts)
+
+
 def _gpt2_block_weights(config: HfConfig) -> int:
     hidden = config.hidden_size
     inner = config.n_inner or 4 * hidden
     return int(4 * hidden * hidden + 2 * hidden * inner)
 
 
-def _llama_block_weights(config: HfConfig) -> int:
+def _attention_weights(config: HfConfig) -> int:
     queries = config.num_attention_heads * head_dim(config)
     keys = num_kv_heads(config) * head_dim(config)
-    return int(config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size))
+    return int(config.hidden_size * (2 * queries + 2 * keys))
+
+
+def _llama_block_weights(config: HfConfig) -> int:
+    return _attention_weights(config) + 3 * int(config.hidden_size * config.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """The experts of a family's blocks, and how files name their weights.
+
+    Transformers stacks the weights of a block's experts to matrices of three dimensions, and files have those of each
+    expert apart, as `transformers.conversion_mapping` says. Files of stacked ones are read, too.
+    """
+
+    inner: str  # Configuration key: inner channels of an expert
+    in_files: Mapping[str, tuple[str, ...]]
+    """Path of a parameter in a block -> names of its parts in files: for each expert (`*`), one below the other."""
+    shared_inner: str | None = None  # Configuration key: inner channels of the expert that all tokens take
+
+    def is_in(self, config: HfConfig, block: int) -> bool:
+        """Whether a block has experts; else it has a plain MLP."""
+        every = getattr(config, "decoder_sparse_step", 1)
+        return block not in getattr(config, "mlp_only_layers", ()) and (block + 1) % every == 0
+
+    def weights(self, config: HfConfig, num_taken: int) -> int:
+        """Elements of attention, router, so many experts, and the shared one."""
+        inner = num_taken * getattr(config, self.inner)
+        router = num_experts(config)
+        if self.shared_inner is not None:
+            inner, router = inner + getattr(config, self.shared_inner), router + 1
+        return _attention_weights(config) + int(config.hidden_size) * (3 * int(inner) + router)
+
+
+def _stacked_block_weights(config: HfConfig) -> int:
+    experts = FAMILIES[config.model_type].experts
+    assert experts is not None, "of a family with experts"
+    return experts.weights(config, num_experts(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +140,28 @@ class FamilyLayout:
     residual_projections: tuple[str, ...] = ()
     """Weights of a block whose initial values are divided by √(2 · num_layers)."""
     block_weights: Callable[[HfConfig], int] = _llama_block_weights
-    """Configuration -> multiply-adds per token of a block's matrices."""
+    """Configuration -> elements of a block's matrices; with experts of one that has them."""
+    experts: ExpertLayout | None = None
+    """Those of a mixture of experts."""
+
+    def has_experts(self, config: HfConfig, block: int) -> bool:
+        """Whether a block is a mixture of experts."""
+        return self.experts is not None and self.experts.is_in(config, block)
+
+    def num_products(self, config: HfConfig, block: int) -> int:
+        """Multiply-adds per token of a block's matrices: of experts, of those that a token takes."""
+        if self.experts is None:
+            return self.block_weights(config)
+        if not self.experts.is_in(config, block):
+            return _llama_block_weights(config)
+        return self.experts.weights(config, int(config.num_experts_per_tok))
+
+    def names_in_files(self, name: str) -> tuple[str, ...]:
+        """Names in files of a parameter's parts, `*` for each expert's number; empty: it has its own name there."""
+        for path, parts in {} if self.experts is None else self.experts.in_files.items():
+            if name.endswith(f".{path}"):
+                return tuple(name.removesuffix(path) + part for part in parts)
+        return ()
 
     @property
     def embedding_weight(self) -> str:
@@ -160,6 +223,25 @@ _GPT2 = FamilyLayout(
     block_weights=_gpt2_block_weights,
 )
 
+
+def _experts_of_qwen(shared_inner: str | None = None) -> dict[str, Any]:
+    in_files = {
+        "mlp.experts.gate_up_proj": ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"),
+        "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+    }
+    experts = ExpertLayout("moe_intermediate_size", in_files, shared_inner)
+    return {"layers_like": None, "block_weights": _stacked_block_weights, "experts": experts}
+
+
+_EXPERTS_OF_MIXTRAL = ExpertLayout(
+    "intermediate_size",
+    {
+        "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
+        "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
+        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+    },
+)
+
 _GEMMA: dict[str, Any] = {"layers_like": None, "embedding_scale": _root_of_hidden, "first_norm_weight": 0.0}
 
 FAMILIES: Mapping[str, FamilyLayout] = {
@@ -179,6 +261,16 @@ FAMILIES: Mapping[str, FamilyLayout] = {
             *("gemma3_text", "Gemma3", _window_by_layer_type, "gemma3", "TextConfig"),
             rotates_by_layer_type=True,
             **_GEMMA,
+        ),
+        FamilyLayout(
+            "qwen2_moe", "Qwen2Moe", _window_by_layer_type, **_experts_of_qwen("shared_expert_intermediate_size")
+        ),
+        FamilyLayout("qwen3_moe", "Qwen3Moe", _window_of_all, **_experts_of_qwen()),
+        FamilyLayout(
+            *("mixtral", "Mixtral", _window_of_all),
+            layers_like=None,
+            block_weights=_stacked_block_weights,
+            experts=_EXPERTS_OF_MIXTRAL,
         ),
     )
 }

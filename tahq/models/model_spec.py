@@ -15,12 +15,13 @@ from typing import Any, Literal
 from tahq.errors import ModelError, brief
 from tahq.hub import local_folder
 from tahq.models.config import ModelConfig, check_frozen_layers, first_trainable_layer
-from tahq.models.families import FAMILIES, FamilyLayout, HfConfig, head_dim, num_kv_heads
+from tahq.models.families import FAMILIES, ExpertLayout, FamilyLayout, HfConfig, head_dim, num_kv_heads
 from tahq.models.weights import FolderWeights, one_line, read_json
 
 CONFIG_FILE = "config.json"
 _MAX_CONFIG_NBYTES = 2**20
 _MAX_SIZES = {"num_layers": 2**14}
+_MAX_EXPERTS = 2**10
 _MAX_SIZE = 2**24  # Largest value of every other size; the product of any two, in bytes, stays far below 2⁶³
 
 
@@ -78,7 +79,7 @@ def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weigh
         folder = local_folder(config.path)
         layout, hf_config = _config_from_folder(config, folder)
         if needs_weights:
-            FolderWeights.find(config.path, trunk=layout.trunk)
+            FolderWeights.find(config.path, layout)
     spec = ModelSpec(
         family=layout.name,
         num_layers=hf_config.num_hidden_layers,
@@ -243,6 +244,10 @@ def _check_bounds(layout: FamilyLayout, keys: Mapping[str, Any], where: str) -> 
     for key, value in keys.items():
         limit = _MAX_SIZES.get(names.get(aliases.get(key, key), ""), _MAX_SIZE)
         is_size = aliases.get(key, key) in names or key == "head_dim"
+        if layout.experts is not None:
+            is_size |= key in ("moe_intermediate_size", "shared_expert_intermediate_size")
+            if aliases.get(key, key) == aliases.get("num_experts", "num_experts"):
+                is_size, limit = True, _MAX_EXPERTS
         if is_size and isinstance(value, int | float) and not value <= limit:
             raise ModelError(f"{where}: {key} must be at most {limit}, got {str(value)[:40]}")
 
@@ -260,5 +265,24 @@ def _check_sizes(layout: FamilyLayout, config: HfConfig, where: str) -> None:
         raise ModelError(f"{where}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
     if layout.rotary is not None and head_dim(config) % 2:
         raise ModelError(f"{where}: rotary positions need an even number of channels per head, got {head_dim(config)}")
+    if layout.experts is not None:
+        _check_experts(layout.experts, config, where)
     if getattr(config, "add_cross_attention", False):
         raise ModelError(f"{where}: add_cross_attention is for encoder-decoder models; tahq trains decoders only")
+
+
+def _check_experts(experts: ExpertLayout, config: HfConfig, where: str) -> None:
+    total, taken = config.num_experts, config.num_experts_per_tok
+    if not isinstance(total, int) or total < 2:
+        raise ModelError(f"{where}: num_experts must be a whole number above 1, got {str(total)[:80]}")
+    if not isinstance(taken, int) or not 1 <= taken <= total:
+        raise ModelError(f"{where}: num_experts_per_tok must be 1 to num_experts {total}, got {str(taken)[:80]}")
+    for key in filter(None, (experts.inner, experts.shared_inner, "decoder_sparse_step")):
+        size = getattr(config, key, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(f"{where}: {key} must be a whole number above 0, got {str(size)[:80]}")
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise ModelError(
+            f"{where}: router_jitter_noise {config.router_jitter_noise} is noise that would depend on where the model "
+            "is cut; set it to 0"
+        )

@@ -42,6 +42,8 @@ from tahq.models.deferred_gradients import (
     shared_copies,
     sharing_weight_copies,
 )
+from tahq.models.experts.expert_products import EXPERTS_NAME, Routed, own_routers, register_experts
+from tahq.models.experts.load_balance import Balance
 from tahq.models.keyed_dropout import (
     ATTENTION_NAME,
     RandomContext,
@@ -106,7 +108,8 @@ class ModelSlice(nn.Module):
     `z_loss`: factor of z-loss, which is differentiated together with the loss.
     `residual`: type that the embedding's output, or the received activation, is converted to, and with it the residual
     stream; None: it is not converted, so it is fp32 in a run.
-    `matrices`: type of weights with two dimensions; all others, and all gradients at first, are fp32.
+    `balance`: counts what the routers of the next forward pass choose, for their loss; None: nothing is counted.
+    `matrices`: type of weights with two or more dimensions; all others, and all gradients at first, are fp32.
     """
 
     def __init__(
@@ -130,15 +133,20 @@ class ModelSlice(nn.Module):
         self.z_loss = 0.0
         self.residual: torch.dtype | None = None
         self.deferred: DeferredGradients | None = None
+        self.balance: Balance | None = None
         self._config = copy.deepcopy(spec.hf_config)
         self._soft_cap: float | None = getattr(self._config, "final_logit_softcapping", None)
         self._rotary: Callable[..., Any] | None = None
         self.attend_by(ATTENTION_NAME, keyed_attention)
+        if spec.layout.experts is not None:
+            register_experts()
+            self._config._experts_implementation = EXPERTS_NAME
         with torch.device("meta"):
             self._add_modules()
         for name, parameter in self.canonical_parameters().items():
             parameter.requires_grad_(self.is_trained(name))
         let_own_products(self)
+        own_routers(self, self._routed)
         key_dropout(self, random)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -285,6 +293,10 @@ class ModelSlice(nn.Module):
         is_cast = self.matrices != torch.float32 and product_dtype(x) != self.matrices
         return own_products(deferred, copies) if self.owns_products or is_cast else recording(deferred)
 
+    def _routed(self, result: Routed) -> Routed:
+        # a recomputed block leaves a graph that is dropped, so the balance may be another micro-batch's
+        return result if self.balance is None else self.balance.routed(result)
+
     def _run(self, block: nn.Module, arguments: Mapping[str, Any], hidden: torch.Tensor) -> torch.Tensor:
         name, deferred, copies = self.random.current, self.deferred, shared_copies()
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
@@ -397,7 +409,7 @@ def fill_weights(
         return
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
     if spec.folder is not None:
-        found = FolderWeights.find(spec.path, spec.layout.trunk)
+        found = FolderWeights.find(spec.path, spec.layout)
         found.fetch((sources.get(name, name) for name in parameters), lambda *_: None)
         found.read_into(parameters, sources, filled)
         return

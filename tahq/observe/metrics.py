@@ -144,6 +144,8 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "computing": list(record.computing),
         "abandoned": record.abandoned,
     }
+    if record.router_loss is not None:
+        values["router_loss"] = record.router_loss
     return {name: _strict(value) for name, value in values.items()}
 
 

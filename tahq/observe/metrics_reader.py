@@ -79,6 +79,7 @@ def step_record(row: Mapping[str, Any]) -> StepRecord:
         computed_tokens=_whole({"computed_tokens": 0, **row}, "computed_tokens"),
         schedule=str(row.get("schedule", "")),
         in_flight=tuple(map(int, row.get("in_flight", ()))),
+        router_loss=_number(row["router_loss"]) if "router_loss" in row else None,
     )
 
 

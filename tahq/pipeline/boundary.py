@@ -178,13 +178,23 @@ class Boundary:
         self._stopwatch = stopwatch
         self._measure_every = measure_every
         self._errors: list[ErrorSample] = []
-        self._posted: dict[LogicalId, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        self._posted: dict[LogicalId, tuple[tuple[int, tuple[int, ...], torch.dtype], int]] = {}
         self._arrived: dict[LogicalId, Frame] = {}
+        self._beside: dict[LogicalId, torch.Tensor] = {}
+        """Numbers that go with a tensor: attached to one to send, or decoded and not taken yet."""
 
     def take_errors(self) -> list[ErrorSample]:
         """Errors measured since the last call."""
         errors, self._errors = self._errors, []
         return errors
+
+    def attach(self, id: LogicalId, numbers: torch.Tensor) -> None:
+        """Send these fp32 numbers, on this side's device, as they are behind the tensor of this id."""
+        self._beside[id] = numbers
+
+    def take_attached(self, id: LogicalId) -> torch.Tensor:
+        """The numbers that came with a decoded tensor."""
+        return _used_here(self._beside.pop(id))
 
     def send(self, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None = None) -> bool:
         """Encode a tensor, [B, S, C] or a tied gradient, and queue it for sending; returns whether all of it is finite.
@@ -192,7 +202,7 @@ class Boundary:
         `sample_ids` name the B samples; codecs that remember samples need them in training.
         """
         frame, finite = self.encoded(id, tensor, sample_ids)
-        self.transport.send(frame)
+        self.transport.send(self._with_attached(frame))
         every = self._measure_every
         if every and id.micro_batch == 0 and id.step % every == 0 and id.purpose is Purpose.TRAIN:
             with self._stopwatch.measure("guard"):
@@ -222,11 +232,14 @@ class Boundary:
         codec, payload = self.codecs.codecs[frame.codec], frame.payload.to(self._device, non_blocking=True)
         return codec.decode(payload, frame.shape, frame.dtype, **self._codec_arguments(codec, frame.id, sample_ids))
 
-    def post(self, id: LogicalId, shape: tuple[int, ...], dtype: torch.dtype = BOUNDARY_DTYPE) -> None:
-        """Post a receive, so that its frame is accepted whenever it arrives."""
+    def post(
+        self, id: LogicalId, shape: tuple[int, ...], dtype: torch.dtype = BOUNDARY_DTYPE, num_attached: int = 0
+    ) -> None:
+        """Post a receive, so that its frame is accepted whenever it arrives; with so many numbers attached."""
         index = self.codecs.index(id.purpose, id.direction, id.step)
-        self._posted[id] = (index, shape, dtype)
-        self.transport.expect(id, self.codecs.codecs[index].encoded_nbytes(shape))
+        self._posted[id] = (index, shape, dtype), num_attached
+        nbytes = self.codecs.codecs[index].encoded_nbytes(shape) + num_attached * BOUNDARY_DTYPE.itemsize
+        self.transport.expect(id, nbytes)
 
     def receive(
         self, id: LogicalId, sample_ids: Sequence[int] | None = None, waiting: str | None = None
@@ -252,7 +265,7 @@ class Boundary:
 
     def decode(self, frame: Frame, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
         """The tensor of a frame; arguments and errors as of `receive`."""
-        got, expected = (frame.codec, frame.shape, frame.dtype), self._posted.pop(frame.id)
+        got, (expected, num_attached) = (frame.codec, frame.shape, frame.dtype), self._posted.pop(frame.id)
         if frame.codec == VOID:
             raise StepAbandonedError
         if got != expected:
@@ -261,7 +274,27 @@ class Boundary:
                 f"shape, dtype) {got}, expected {expected}; run the same version of tahq on both hosts"
             )
         with self._stopwatch.measure("decode", frame.id):
-            return self.decoded(frame, sample_ids)
+            return self.decoded(self._without_attached(frame, num_attached), sample_ids)
+
+    def _with_attached(self, frame: Frame) -> Frame:
+        numbers = self._beside.pop(frame.id, None)
+        if numbers is None:
+            return frame
+        behind = _at(self.transport.payload_device, _used_here(numbers).flatten().view(torch.uint8))
+        return replace(frame, payload=torch.cat((frame.payload, behind)))
+
+    def _without_attached(self, frame: Frame, num_attached: int) -> Frame:
+        if not num_attached:
+            return frame
+        size = frame.payload.numel() - num_attached * BOUNDARY_DTYPE.itemsize
+        if size < 0:
+            raise RemoteProtocolError(
+                f"cut {frame.id.cut}: step {frame.id.step}, micro-batch {frame.id.micro_batch} arrived with "
+                f"{frame.payload.numel()} bytes, expected {num_attached} numbers behind a tensor; run the same version "
+                "of tahq on both hosts"
+            )
+        self._beside[frame.id] = frame.payload[size:].clone().view(BOUNDARY_DTYPE).to(self._device)
+        return replace(frame, payload=frame.payload[:size])
 
     def codec_ends(self, block: int, *, is_incoming: bool) -> list[CodecEnd]:
         """This side's ends of the codecs that remember samples, at the cut behind `block` blocks of the model.
@@ -297,6 +330,13 @@ def _at(device: torch.device, payload: torch.Tensor) -> torch.Tensor:
     pinned.copy_(payload, non_blocking=True)
     torch.cuda.current_stream(payload.device).synchronize()
     return pinned
+
+
+def _used_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory another stream has made, kept for this thread's stream."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def _relative_error(decoded: torch.Tensor, x: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from tahq.comm.topology import Grid
 from tahq.errors import ScheduleError
 from tahq.memory.config import AdamW8bitConfig, AdamWBf16Config, Fp8AdamWConfig, Fp8Config, QGaLoreConfig
+from tahq.models.config import RouterLossKey
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule
 from tahq.units import Duration, Section
@@ -94,6 +95,10 @@ class TrainingConfig(Section):
     """Largest norm of the whole model's gradient; `null`: not clipped."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the square of log Σ exp(logits), added to each token's loss in the backward only (PaLM: 1e-4)."""
+    router_aux_loss: RouterLossKey = "auto"
+    """Loss that balances the load of experts, times the model's `router_aux_loss_coef`: over the routers of all layers
+    (`pooled`, as transformers has it), or the mean of each layer's own (`per_layer`). `auto`: pooled where config.json
+    has `output_router_logits: true`."""
     non_finite: Literal["skip", "halt"] = "skip"
     """What all stages do with a step whose loss or gradient is not finite: skip it, or end the run with status 5."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)

@@ -22,6 +22,7 @@ from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import StepBatch
 from tahq.errors import ConfigError
 from tahq.memory.agoq.stored_gradients import scale_gradients
+from tahq.models.experts.load_balance import RouterLoss
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
 from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
@@ -82,7 +83,7 @@ UNCOMPRESSED = ProbedWire()
 class CutModel:
     """All stages' slices in order, on one device, sharing one `RandomContext`; codec keys come from the run's seed.
 
-    `num_pieces` as of `StageEngine`.
+    `num_pieces` and `router_loss` as of `StageEngine`.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class CutModel:
         seed: int,
         bf16: bool = False,
         num_pieces: Callable[[int], int] = lambda step: 1,
+        router_loss: RouterLoss | None = None,
     ) -> None:
+        self._router_loss = router_loss
         self._slices = tuple(slices)
         self._num_pieces = num_pieces
         self._seed = seed
@@ -137,12 +140,20 @@ class CutModel:
         """
         codecs = wire.codecs()
         losses, num_tokens = [], max(batch.num_tokens, 1)
+        num_micro_batches = len(batch.sample_ids) // batch.micro_batch_size
         scale = gradient_scale(batch.tokens.numel())  # all tokens, as on the stages
         for parameter in self.parameters.values():
             parameter.grad = None
-        for index in range(len(batch.sample_ids) // batch.micro_batch_size):
+        for index in range(num_micro_batches):
             tokens, labels = (tensor.to(self._device) for tensor in batch.micro_batch(index))
+            balance = None
+            if self._router_loss is not None:
+                balance = self._router_loss.begin(tokens.numel(), scale / num_micro_batches, self._device)
+            for part in self._slices:
+                part.balance = balance
             y = self._output(tokens, step, index, codecs)
+            if balance is not None:
+                balance.totals = balance.sums[0]
             with self._autocast():
                 loss, summed = self._slices[-1].loss(y, labels, num_tokens / scale)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from tahq.data.sample_order import SampleOrder
 from tahq.memory.agoq.stored_gradients import scale_gradients
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.experts.load_balance import Balance, RouterLoss
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary
@@ -103,6 +104,8 @@ class StepResult:
     loss_sum: float | None = None
     tokens: int | None = None
     batch_digest: str = ""
+    router_loss: float | None = None
+    """This stage's part of the load-balancing loss, times its coefficient; None: there is none."""
     is_abandoned: bool = False
     """Whether there is no outcome: the step was given up."""
 
@@ -123,11 +126,12 @@ class _Step:
     number: int
     batch: StepBatch | None = None
     sample_ids: list[list[int]] | None = None
-    in_flight: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By (chunk, micro-batch): input and output of a forward whose backward has not run."""
+    in_flight: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, Balance | None]] = field(default_factory=dict)
+    """By (chunk, micro-batch): input, output and load of experts of a forward whose backward has not run."""
     deferred: dict[tuple[int, int], DeferredGradients] = field(default_factory=dict)
     """By (chunk, micro-batch): weight gradients of a split backward that are not computed yet."""
     losses: list[torch.Tensor] = field(default_factory=list)
+    router_losses: list[torch.Tensor] = field(default_factory=list)
     spent: torch.Tensor | None = None
     """The output whose backward ran last."""
     is_abandoned: bool = False
@@ -152,6 +156,7 @@ class StageEngine:
         tied: exchanges the gradients of tied embeddings.
         sums: sums gradients over the replicas of the pipeline; None: there is one.
         loans: lends weights among them; None: each has its own.
+        router_loss: balances the load of experts; None: nothing does.
         on_action: called before each action with (step, action); may raise to end the step.
         on_step: called with each step's number before it is computed.
         lanes: where encoding and decoding happen.
@@ -170,6 +175,7 @@ class StageEngine:
     tied: TiedEmbedding | None = None
     sums: GradientSum | None = None
     loans: WeightLoans | None = None
+    router_loss: RouterLoss | None = None
     on_action: Callable[[int, Action], None] | None = None
     on_step: Callable[[int], None] | None = None
     lanes: CodecLanes = field(default_factory=InlineLanes)
@@ -251,6 +257,9 @@ class StageEngine:
         if step.losses:
             result.loss_sum = math.fsum(torch.stack(step.losses).tolist())
             result.tokens = _given(batch).num_tokens
+        if step.router_losses:
+            parts = torch.stack(step.router_losses).tolist()
+            result.router_loss = math.fsum(parts) / self.shape.num_micro_batches
         return result
 
     def _scale_gradients(self, factor: float) -> None:
@@ -270,6 +279,7 @@ class StageEngine:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return
         chunk.module.deferred = step.deferred.setdefault(key, DeferredGradients()) if key in self._split else None
+        balance = chunk.module.balance = self._balance(step, chunk, action.micro_batch)
         place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
         self.random.at(step.number, *place, int(Purpose.TRAIN))
         with self.stopwatch.measure("forward", action), torch.set_grad_enabled(not chunk.is_frozen):
@@ -277,10 +287,23 @@ class StageEngine:
             if chunk.outgoing is None:
                 y = self._loss(step, chunk, y, number)
         if not chunk.is_frozen:
-            step.in_flight[key] = (x, y)
-        self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach())
+            step.in_flight[key] = (x, y, balance)
+        if balance is not None and (chunk.outgoing is None or not balance.loss.is_pooled):
+            step.router_losses.append(balance.value())
+        self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach(), balance)
         if chunk.is_frozen:  # else micro-batches in flight are the bound on outputs that are not encoded yet
             self.lanes.pace()
+
+    def _balance(self, step: _Step, chunk: Chunk, micro_batch: int) -> Balance | None:
+        """The load of experts that a forward adds to: of a pooled loss, to that of the layers before."""
+        if self.router_loss is None:
+            return None
+        scale, tokens = self.shape.gradient_scale / self.shape.num_micro_batches, math.prod(self.shape.boundary[:2])
+        balance = self.router_loss.begin(tokens, scale, self.device)
+        if chunk.incoming is not None and self.router_loss.is_pooled:
+            name = chunk.incoming.name(step.number, Purpose.TRAIN, micro_batch, Direction.FORWARD)
+            balance.sums = chunk.incoming.take_attached(name).view_as(balance.sums)
+        return balance
 
     def _take(self, step: _Step) -> torch.Tensor:
         """What comes next; empty, and the step is abandoned, if it does not come."""
@@ -306,7 +329,12 @@ class StageEngine:
         if step.is_abandoned:
             self._send(step, upstream, Direction.BACKWARD, action.micro_batch, None)
             return
-        x, y = step.in_flight.pop((action.chunk, action.micro_batch))
+        x, y, balance = step.in_flight.pop((action.chunk, action.micro_batch))
+        if balance is not None and balance.loss.is_pooled:
+            balance.totals = balance.sums[0]
+            if chunk.outgoing is not None:
+                name = chunk.outgoing.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.BACKWARD)
+                balance.totals = chunk.outgoing.take_attached(name)
         if step.spent is not None:  # its graph is freed in another thread while this backward runs without the GIL
             self.lanes.drop(step.spent)
             step.spent = None
@@ -315,7 +343,7 @@ class StageEngine:
         if upstream is not None:
             if x.grad is None:
                 raise AssertionError("backward left no gradient on the received activation")
-            self._send(step, upstream, Direction.BACKWARD, action.micro_batch, x.grad)
+            self._send(step, upstream, Direction.BACKWARD, action.micro_batch, x.grad, balance)
         step.spent = y
 
     def _weight_gradients(self, step: _Step, action: Action) -> None:
@@ -330,12 +358,17 @@ class StageEngine:
         direction: Direction,
         micro_batch: int,
         tensor: torch.Tensor | None,
+        balance: Balance | None = None,
     ) -> None:
         """Send a tensor over a cut, in fp32, or (None) that there is none; nothing at the ends of the model."""
         if boundary is None:
             return
         tensor = None if tensor is None else tensor.to(BOUNDARY_DTYPE)
         id = boundary.name(step.number, Purpose.TRAIN, micro_batch, direction)
+        if balance is not None and balance.loss.is_pooled:
+            numbers = balance.sums if direction is Direction.FORWARD else balance.totals
+            assert numbers is not None, "the backward has begun"
+            boundary.attach(id, numbers)
         self.lanes.send(boundary, id, tensor, step.sample_ids[micro_batch] if step.sample_ids is not None else None)
 
     def _post_receives(self) -> list[Receive]:
@@ -348,7 +381,8 @@ class StageEngine:
                 continue
             direction = Direction.FORWARD if is_forward else Direction.BACKWARD
             id = boundary.name(step.number, Purpose.TRAIN, action.micro_batch, direction)
-            boundary.post(id, self.shape.boundary)
+            num_attached = 0 if self.router_loss is None else self.router_loss.num_sent[direction]
+            boundary.post(id, self.shape.boundary, num_attached=num_attached)
             sample_ids = step.sample_ids[action.micro_batch] if step.sample_ids is not None else None
             waiting = "wait:memory" if action in self._held_up else boundary.waiting
             receives.append(Receive(boundary, id, sample_ids, waiting))
@@ -378,6 +412,7 @@ class StageEngine:
             self.loans.begin(step, purpose)
         for chunk in self.chunks.values():
             chunk.module.eval()
+            chunk.module.balance = None
             chunk.module.num_pieces = 1
             if chunk.incoming is not None:
                 for index in range(num_batches * count):

@@ -27,6 +27,7 @@ from tahq.memory.config import Gradients, Shard
 from tahq.memory.free_memory import peak_bytes
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.memory.shares import UNSHARED, Share, shares_of
+from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
 from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
@@ -161,6 +162,7 @@ class Stage:
             tied=tied,
             sums=self._sums(modules) if self._replicas else None,
             loans=self._loans(modules, lanes.send) if "weights" in plan.shards else None,
+            router_loss=router_loss_of(training.router_aux_loss, self._module.spec),
             on_action=on_action,
             on_step=self.update.begin,
             lanes=lanes,

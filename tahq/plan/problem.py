@@ -80,6 +80,7 @@ class ModelNumbers:
         first_trainable: blocks before it have a forward only, and so has the embedding where there are such blocks.
         options: of which each stage takes the fastest that fits; all with the same micro-batch sizes, those that may be
             chosen.
+        attached_nbytes: most bytes that travel behind a tensor (`training.router_aux_loss`).
         num_states: bytes of the first option's weights, gradients and optimizer, as multiples of fp32 weights.
     """
 
@@ -90,6 +91,7 @@ class ModelNumbers:
     options: tuple[MemoryOption, ...]
     num_states: float = 4.0
     first_trainable: int = 0
+    attached_nbytes: int = 0
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -135,7 +137,7 @@ class PlanProblem:
     def frame_nbytes(self, codec: str, micro_batch: int) -> float:
         """Bytes of a frame on the wire, its pieces' headers included."""
         shape = (micro_batch, self.model.seq_len, self.model.hidden_size)
-        return _frame_nbytes(codec, shape, self.piece_nbytes or 1 << 62)
+        return _frame_nbytes(codec, shape, self.model.attached_nbytes, self.piece_nbytes or 1 << 62)
 
     def num_elements(self, micro_batch: int) -> int:
         """Elements of the tensor that crosses a cut."""
@@ -158,8 +160,8 @@ class PlanProblem:
 
 
 @cache
-def _frame_nbytes(codec: str, shape: tuple[int, int, int], piece_nbytes: int) -> float:
-    payload = get_codec(codec).encoded_nbytes(shape)
+def _frame_nbytes(codec: str, shape: tuple[int, int, int], attached_nbytes: int, piece_nbytes: int) -> float:
+    payload = get_codec(codec).encoded_nbytes(shape) + attached_nbytes
     return float(payload + max(1, math.ceil(payload / piece_nbytes)) * HEADER_NBYTES)
 
 

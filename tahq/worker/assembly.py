@@ -248,7 +248,7 @@ def _fetch_weights(spec: ModelSpec, ranges: list[BlockRange], working: Callable[
     def told(file: str, done: int, whole: int) -> None:
         working(f"downloading {file}, {format_size(done)} of {format_size(whole)}")
 
-    FolderWeights.find(spec.path, spec.layout.trunk).fetch(names, told)
+    FolderWeights.find(spec.path, spec.layout).fetch(names, told)
 
 
 # -- the stage ---------------------------------------------------------------------------------------

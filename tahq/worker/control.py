@@ -279,6 +279,7 @@ class WorkerTraining:
             norm2=norm2,
             finite=result.finite,
             loss_sum=result.loss_sum,
+            router_loss=result.router_loss,
             tokens=result.tokens,
             batch_digest=result.batch_digest,
             timing=stage.stopwatch.take(),

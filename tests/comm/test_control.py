@@ -112,6 +112,7 @@ PREPARE = {
     "weights_digest": "",
     "abandoned": False,
     "peak_bytes": 0,
+    "router_loss": None,
 }
 
 

@@ -5,7 +5,9 @@ import torch
 from support.exactness import assert_equal_to_the_bit, plain
 from support.plain_loop import PlainRun
 from support.runs import launch, overrides, tiny, train
+from support.small_slices import EXPERTS
 
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}
 
 
@@ -74,6 +76,50 @@ def test_blocks_of_other_layers_are_recomputed_and_offloaded_to_the_bit(tmp_path
     memory = {"recompute": ["none", "block"], "offload": ["residual", "weights", "m"], "loss_chunks": 1}
     config = tiny(model=model, pipeline={"stages": 2, "schedule": "zero-bubble"}, memory=memory)
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=model)))
+
+
+EXPERTS_MODEL = {
+    "family": "qwen3_moe",
+    "num_kv_heads": 1,
+    "overrides": {**EXPERTS["qwen3_moe"], "mlp_only_layers": [2], **BALANCED},
+}
+"""Its third block has no experts."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"pipeline": {"stages": 1}}, marks=pytest.mark.acceptance),
+        pytest.param({"pipeline": {"stages": 4, "schedule": "zero-bubble"}}, marks=pytest.mark.ci),
+        pytest.param(
+            {
+                "pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2},
+                "memory": {"recompute": ["block", "none"], "offload": ["residual", "weights", "m"]},
+            },
+            marks=pytest.mark.ci,
+        ),
+    ],
+    ids=["1", "4", "2, interleaved"],
+)
+def test_experts_and_their_pooled_load_do_not_depend_on_the_cut(tmp_path, options):
+    run = launch(tmp_path, tiny(model=EXPERTS_MODEL, **options))
+    assert_equal_to_the_bit(run, plain(tiny(model=EXPERTS_MODEL)))
+    tensor = 4 * 2 * 32 * 64
+    for link in run.metrics[0]["links"]:  # four micro-batches; counts and probabilities of 8 experts, or counts alone
+        assert link["payload_bytes"] == 4 * (tensor + (64 if link["direction"] == "activations" else 32))
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("key", ["per_layer", "pooled"])
+def test_replicas_balance_experts_of_each_micro_batch(tmp_path, key):
+    config = tiny(
+        model=EXPERTS_MODEL,
+        training={"router_aux_loss": key},
+        pipeline={"stages": 2, "replicas": 2},
+        wire={"all_reduce_inside": "raw:dtype=fp32"},
+        memory={"shard": ["optimizer", "gradients", "weights"]},
+    )
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
 
 
 @pytest.mark.ci

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.runs import finish, tiny, train
+from support.small_slices import EXPERTS
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -19,6 +20,7 @@ from tahq.models.model_spec import load_spec
 STEPS, LENGTH = 10, 32
 TWO_KINDS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
 LLAMA_31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 KEYS = {
     "llama": {"rope_parameters": LLAMA_31 | {"rope_theta": 5e5, "original_max_position_embeddings": 16}},
     "qwen2": {"use_sliding_window": True, **TWO_KINDS},
@@ -27,9 +29,11 @@ KEYS = {
     "phi3": {"sliding_window": 9, "pad_token_id": 0},
     "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0, **TWO_KINDS},
     "gemma3_text": {"query_pre_attn_scalar": 8, **TWO_KINDS},
+    **{family: keys | BALANCED for family, keys in EXPERTS.items()},
+    "qwen3_moe": EXPERTS["qwen3_moe"] | BALANCED | {"mlp_only_layers": [2]},
 }
-SMOKE = ("gemma2",)
-"""The one with most parts of its own."""
+SMOKE = {("gemma2", True), ("qwen3_moe", False)}
+"""Those with most parts of their own."""
 
 
 def saved_model(family: str, folder, *, tied: bool, seed: int = 3) -> PreTrainedModel:
@@ -45,9 +49,12 @@ def saved_model(family: str, folder, *, tied: bool, seed: int = 3) -> PreTrained
     return model
 
 
-def train_in_one_loop(model: PreTrainedModel, config: ClusterConfig) -> list[float]:
-    """The losses of AdamW on the batches of the run, which the model's own `forward` computes."""
-    training, losses = config.training, []
+def train_in_one_loop(model: PreTrainedModel, config: ClusterConfig) -> tuple[list[float], list[float]]:
+    """The losses of AdamW on the batches of the run, which the model's own `forward` computes; and those of routers.
+
+    Micro-batches are those of the run, since transformers balances the experts of each `forward`.
+    """
+    training, losses, router_losses = config.training, [], []
     batches = BatchSource(
         load_dataset(config.data, load_tokenizer(config.data)),
         seed=config.run.seed,
@@ -63,24 +70,30 @@ def train_in_one_loop(model: PreTrainedModel, config: ClusterConfig) -> list[flo
     )
     for step in range(STEPS):
         batch = batches.train(step)
-        loss = 0.0
+        loss = router_loss = 0.0
         for number in range(training.num_micro_batches):
             tokens, labels = batch.micro_batch(number)
-            logits = model(tokens, use_cache=False).logits
+            result = model(tokens, use_cache=False)
+            logits = result.logits
             part = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / batch.num_tokens
-            part.backward()
             loss += float(part.detach())
+            if getattr(result, "aux_loss", None) is not None:
+                of_routers = model.config.router_aux_loss_coef * result.aux_loss / training.num_micro_batches
+                part = part + of_routers
+                router_loss += float(of_routers.detach())
+            part.backward()
         torch.nn.utils.clip_grad_norm_(parameters, training.clip_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
-    return losses
+        router_losses.append(router_loss)
+    return losses, router_losses
 
 
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
-        pytest.param(family, tied, marks=pytest.mark.ci if family in SMOKE and tied else pytest.mark.acceptance)
+        pytest.param(family, tied, marks=pytest.mark.ci if (family, tied) in SMOKE else pytest.mark.acceptance)
         for family in FAMILIES
         for tied in ((False, True) if family.startswith(("gemma", "gpt2")) else (False,))
     ],
@@ -96,8 +109,10 @@ def test_family_trains_as_transformers_does_and_is_exported(tmp_path, family, ti
     del config["model"]["family"], config["model"]["num_layers"], config["model"]["hidden_size"]
     del config["model"]["num_heads"]
     run = train(tmp_path, config)
-    expected = train_in_one_loop(model, ClusterConfig.model_validate(config))
+    expected, of_routers = train_in_one_loop(model, ClusterConfig.model_validate(config))
     assert run.losses == pytest.approx(expected, abs=1e-5)
+    assert [row.get("router_loss", 0.0) for row in run.metrics] == pytest.approx(of_routers, abs=1e-5)
+    assert (of_routers[0] > 0.1) == (family in EXPERTS)
     assert expected[-1] < expected[0] - 0.1
 
     assert finish(tmp_path, "tahq", "export", str(run.folder), "out").returncode == 0

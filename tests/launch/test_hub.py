@@ -86,9 +86,10 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
 from tahq.models.weights import FolderWeights
 path = pinned(sys.argv[1])
-names = [*slice_parameters(load_spec(ModelConfig(path=path), vocab_size=1, seq_len=32), BlockRange(0, 1, 4))]
+spec = load_spec(ModelConfig(path=path), vocab_size=1, seq_len=32)
+names = [*slice_parameters(spec, BlockRange(0, 1, 4))]
 told = []
-FolderWeights.find(path, "model").fetch(names, lambda *each: told.append(each))
+FolderWeights.find(path, spec.layout).fetch(names, lambda *each: told.append(each))
 print(json.dumps([names, told]))
 """
 

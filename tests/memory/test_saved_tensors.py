@@ -51,8 +51,10 @@ def measured_nbytes(
     module = module or make_slice(spec, blocks=blocks)
     with sharing_weight_copies():
         first, second = (saved_storages(lambda: run_forward(module, blocks, bf16=bf16)) for _ in range(2))
-        copies = sum(copy.nbytes for copy in (shared_copies() or {}).values())
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        every_copy = list((shared_copies() or {}).values())
+    copies, tensors = sum(copy.nbytes for copy in every_copy), [*module.parameters()]
+    tensors += [copy for copy in every_copy if isinstance(copy, torch.Tensor)]  # routers' are saved by autograd, too
+    parameters = {each.untyped_storage().data_ptr() for each in tensors}
     own, shared = (
         sum(second[at].untyped_storage().nbytes() for at in every - parameters)
         for every in (second.keys() - first.keys(), second.keys() & first.keys())

@@ -3,6 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.small_slices import EXPERTS
 
 from tahq.models import families
 from tahq.models.config import ModelConfig
@@ -26,6 +27,8 @@ OVERRIDES = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "query_pre_attn_scalar": 8,
     },
+    **EXPERTS,
+    "qwen3_moe": EXPERTS["qwen3_moe"] | {"mlp_only_layers": [2]},
 }
 
 

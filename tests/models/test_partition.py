@@ -92,6 +92,8 @@ def test_counted_costs_are_matrices_and_attention(family, tiny_spec):
     assert costs.head == spec.hidden_size * spec.vocab_size
     shapes = slice_parameters(spec, BlockRange(1, 2, 4)).values()
     matrices = sum(shape.numel() for shape in shapes if len(shape) == 2)
+    taken = getattr(spec.hf_config, "num_experts_per_tok", 0)
+    matrices += sum(shape.numel() // shape[0] * taken for shape in shapes if len(shape) == 3)
     seen = mean_positions_seen(SEQ_LEN, 5 if family in ("mistral", "phi3", "smollm3") else None)
     assert costs.blocks[1] == matrices + 2 * seen * 32
 

@@ -54,7 +54,10 @@ def test_logits_and_gradients_equal_transformers(family, bounds, tiny_spec, toke
     assert logits.shape == (3, SEQ_LEN, VOCAB_SIZE)
     assert torch.equal(logits, expected)
     for name, parameter in model.named_parameters():
-        assert torch.equal(gradients[name], parameter.grad), name
+        if spec.layout.experts is None:
+            assert torch.equal(gradients[name], parameter.grad), name
+        else:  # products of experts add in another order
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,7 @@ import torch
 from support.cuts import IDENTITY, codec_table, cross, cut_sides
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
-from tahq.errors import LocalProtocolError, RemoteProtocolError
+from tahq.errors import CodecError, LocalProtocolError, RemoteProtocolError
 from tahq.pipeline.boundary import CodecTable, codec_key
 from tahq.quant import get_codec
 
@@ -70,6 +70,36 @@ def test_frame_that_differs_from_the_plan_is_refused(sides, codec, shape, dtype)
     upper.post(FIRST, SHAPE)
     lower.transport.send(Frame(FIRST, codec, dtype, shape, get_codec("tah").encode(noise())))
     with pytest.raises(RemoteProtocolError, match=r"expected \(1, \(2, 5, 64\), torch.float32\); run"):
+        upper.receive(FIRST)
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_attached_numbers_arrive_as_they_are_behind_a_coded_tensor(sides, direction):
+    sender, receiver = sides if direction is FORWARD else sides[::-1]
+    id, numbers = IDENTITY.name(4, Purpose.TRAIN, 2, direction), torch.tensor([[1e-30, 3.0], [math.pi, -7.0]])
+    receiver.post(id, SHAPE, num_attached=4)
+    sender.attach(id, numbers)
+    sender.send(id, noise())
+    spec = "tah" if direction is FORWARD else "fixed:bits=8,round=stochastic"
+    assert torch.equal(receiver.receive(id), decoded(spec, noise(), id))
+    assert torch.equal(receiver.take_attached(id), numbers.flatten())
+    (sent,) = (stats for stats in sender.transport.take_stats() if stats.frames)
+    assert sent.payload_bytes == sender.codecs.codecs[1 + direction].encode(noise(), key=0).numel() + 16
+
+
+def test_a_frame_too_short_for_its_attached_numbers_is_refused(sides):
+    lower, upper = sides
+    upper.post(FIRST, SHAPE, num_attached=4)
+    lower.transport.send(Frame(FIRST, 1, torch.float32, SHAPE, torch.zeros(15, dtype=torch.uint8)))
+    with pytest.raises(RemoteProtocolError, match="with 15 bytes, expected 4 numbers behind a tensor; run the same"):
+        upper.receive(FIRST)
+
+
+def test_a_tensor_whose_numbers_are_missing_is_refused(sides):
+    lower, upper = sides
+    upper.post(FIRST, SHAPE, num_attached=4)
+    lower.send(FIRST, noise())
+    with pytest.raises(CodecError):
         upper.receive(FIRST)
 
 

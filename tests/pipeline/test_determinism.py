@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from support.runs import tiny
+from support.small_slices import EXPERTS
 
 from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
@@ -37,6 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"llama, {name}": {"model": {"family": "llama"}, "training": {"optimizer": name}} for name in OPTIMIZERS},
     "qwen2, window": {"model": {"family": "qwen2", **WINDOW}},
     "llama, attention in chunks": {"model": {"family": "llama"}, "memory": {"attention_chunks": 3}},
+    **{
+        f"mixtral, {level}": {
+            "model": {"family": "mixtral", "overrides": EXPERTS["mixtral"]},
+            "training": {"router_aux_loss": "pooled"},
+            "memory": {"recompute": level},
+        }
+        for level in ("none", "block")
+    },
     "gpt2, zero-bubble": {"pipeline": {"schedule": "zero-bubble"}},
     "llama, loss in chunks, fp8 gradients": {
         "model": {"family": "llama"},

@@ -24,6 +24,7 @@ from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.fp8_products import use_fp8_products
 from tahq.memory.shares import Share, shares_of
 from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
+from tahq.models.experts.load_balance import Balance, router_loss_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
@@ -80,6 +81,15 @@ class PlainModel:
                 use_fp8_products(part, config.training.fp8)
         wire = config.wire
         self.cuts = [(get_codec(wire.activations), get_codec(wire.gradients)) for _ in self.slices[1:]]
+
+    def begin_balance(self, num_tokens: int) -> Balance | None:
+        """What the routers of the next micro-batch add their choices to."""
+        loss = router_loss_of(self.config.training.router_aux_loss, self.slices[0].spec)
+        share = 1 / self.config.training.num_micro_batches
+        balance = None if loss is None else loss.begin(num_tokens, share, torch.device("cpu"))
+        for part in self.slices:
+            part.balance = balance
+        return balance
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that are trained."""
@@ -180,6 +190,7 @@ def _added(gradients: list[dict]) -> dict:
 def _micro_batch(model: PlainModel, batch, step: int, replica: int, index: int, number: int) -> float:
     """The loss of a micro-batch, whose gradients are added."""
     tokens, labels = batch.micro_batch(number)
+    balance = model.begin_balance(tokens.numel())
     logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(number).tolist(), replica)
     total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     differentiated = total
@@ -189,6 +200,8 @@ def _micro_batch(model: PlainModel, batch, step: int, replica: int, index: int, 
     before = {p: p.grad for p in model.parameters().values()}
     for parameter in before:
         parameter.grad = None if model.config.memory.gradients == "fp8" else parameter.grad
+    if balance is not None:
+        balance.totals = balance.sums[0]
     (differentiated / batch.num_tokens).backward()
     if model.config.memory.gradients == "fp8":
         for parameter, past in before.items():

@@ -18,6 +18,18 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 
 MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
+EXPERTS = {
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Keys of `model.overrides` that make mixtures of experts small."""
 MIDDLE = BlockRange(1, 2, 3)
 
 
@@ -25,6 +37,7 @@ def make_spec(family: str, **keys) -> ModelSpec:
     """Three blocks; keywords are `model:` keys."""
     grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
     sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, **grouped, **keys}
+    sizes["overrides"] = EXPERTS.get(family, {}) | sizes.get("overrides", {})
     return load_spec(ModelConfig(family=family, **sizes), vocab_size=VOCAB, seq_len=SEQ_LEN)
 
 

@@ -21,6 +21,7 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
 from tahq.errors import ConfigError, UserError, brief
+from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import HEAD_WEIGHT, build_slice
@@ -132,7 +133,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         weights = f"the run's after {start_step} steps"
     elif request.weights is not None:
         weights = f"from {request.weights}"
-        found = FolderWeights.find(str(request.weights), spec.layout.trunk)
+        found = FolderWeights.find(str(request.weights), spec.layout)
         tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
         found.read_into(model.weights, tied)
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)
@@ -176,7 +177,8 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
     for chunk, part in enumerate(slices):
         keep_as_configured(config, part, chunk % config.pipeline.stages)
     num_pieces = partial(config.training.num_pieces, seq_len=config.data.seq_len)
-    return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device.type), num_pieces=num_pieces)
+    bf16, router_loss = computes_in_bf16(config, device.type), router_loss_of(config.training.router_aux_loss, spec)
+    return CutModel(slices, seed=seed, bf16=bf16, num_pieces=num_pieces, router_loss=router_loss)
 
 
 def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int], None]:

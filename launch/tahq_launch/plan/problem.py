@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import computes_in_bf16, kept_code_nbytes, micro_batch_shape
+from tahq.config.stage_estimate import attached_nbytes, computes_in_bf16, kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
 from tahq.memory.config import Offload, Recompute
 from tahq.memory.estimate import StepNumbers, divided_nbytes, fp32_gradient, keeps_copies, on_host, stage_memory
@@ -160,6 +160,7 @@ def model_numbers(
         options=tuple(every),
         num_states=every[0].block_nbytes / _weights_nbytes(spec, some),
         first_trainable=first_trainable,
+        attached_nbytes=max(attached_nbytes(config, spec)),
     )
 
 

@@ -12,7 +12,7 @@ from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import frozen_chunks
+from tahq.config.stage_estimate import attached_nbytes, frozen_chunks
 from tahq.models.model_spec import ModelSpec
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
 from tahq.plan.cluster_numbers import ClusterNumbers, RelayNumbers, host_labels
@@ -124,7 +124,7 @@ def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[StepFlow, ...]:
     num_frames, num_frozen = config.training.num_micro_batches // config.pipeline.replicas, frozen_chunks(config, spec)
     for cut in range(cuts):
         ends = cut % stages, (cut + 1) % stages
-        for flow in _flows(config, cut, ends, codecs, boundary, num_frames):
+        for flow in _flows(config, cut, ends, codecs, boundary, num_frames, attached_nbytes(config, spec)):
             has_none = flow.direction is Direction.BACKWARD and cut < num_frozen
             flows.append(replace(flow, num_frames=0) if has_none else flow)
     if config.model.tie == "sync" and stages > 1:
@@ -140,10 +140,11 @@ def _flows(
     codecs: Mapping[Direction, str],
     shape: tuple[int, ...],
     num_frames: int,
+    attached: tuple[int, int] = (0, 0),
 ) -> Iterator[StepFlow]:
     for direction, codec in codecs.items():
         source, target = ends if direction is Direction.FORWARD else ends[::-1]
-        payload_nbytes = get_codec(codec).encoded_nbytes(shape)
+        payload_nbytes = get_codec(codec).encoded_nbytes(shape) + attached[direction]
         if config.transport_between(source, target) == "zmq":  # a header per piece
             piece = config.shaping(source).message_nbytes
             header_nbytes = HEADER_NBYTES * max(1, math.ceil(payload_nbytes / piece))

@@ -315,6 +315,8 @@ class Prepare:
     """Whether the step was given up here, so that the rest says nothing."""
     peak_bytes: int = 0
     """Most memory that I have held on my device so far; 0: unknown."""
+    router_loss: float | None = None
+    """My part of the load-balancing loss of experts; the parts of all stages add up to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,6 +331,7 @@ RULES: Mapping[str, KeyRule] = {
     "training.seq_len_schedule": KeyRule(Verdict.INEXACT, "samples are cut into other pieces, or at other steps"),
     "training.min_lr": KeyRule(Verdict.INEXACT, "the rate decays to another value", _IS_CONSTANT),
     "training.clip_norm": KeyRule(Verdict.INEXACT, "steps above either norm are scaled differently"),
+    "training.router_aux_loss": KeyRule(Verdict.INEXACT, "the gradient has another term"),
     "training.z_loss": KeyRule(Verdict.INEXACT, "the gradient has another term"),
     "training.non_finite": KeyRule(Verdict.EXACT, "it matters only at a step with NaN or infinity"),
     "training.max_skipped_in_a_row": KeyRule(Verdict.EXACT, "it matters only at steps with NaN or infinity"),

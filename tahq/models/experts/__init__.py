@@ -1,0 +1,1 @@
+"""Mixtures of experts: the products of experts, and the loss that balances them."""
