@@ -40,7 +40,7 @@ def test_losses_are_those_of_transformers_with_frozen_layers_and_no_gradient_goe
     )
     given["model"] = {"path": "hf", "frozen_layers": 2}
     run = train(tmp_path, given)
-    assert run.losses == pytest.approx(train_in_one_loop(model, ClusterConfig.model_validate(given)), abs=1e-5)
+    assert run.losses == pytest.approx(train_in_one_loop(model, ClusterConfig.model_validate(given))[0], abs=1e-5)
     assert links_with_gradients(run) == {2}
     kept = run.snapshot()
     assert frozen.isdisjoint(run.weights)
@@ -63,6 +63,21 @@ def test_losses_are_those_of_transformers_with_frozen_layers_and_no_gradient_goe
     assert refused.returncode == 2
     assert "differs from what the run began with" in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stdout + refused.stderr
+
+
+@pytest.mark.acceptance
+def test_frozen_experts_count_in_the_loss_that_balances_the_others(tmp_path):
+    model = saved_model("qwen3_moe", tmp_path / "hf", tied=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1.")))
+    wire = {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"}
+    given = tiny(data={"tokenizer": "bytes"}, training={"steps": 10, "global_batch": 16}, wire=wire)
+    given["model"] = {"path": "hf", "frozen_layers": 2}
+    run = train(tmp_path, given)
+    losses, of_routers = train_in_one_loop(model, ClusterConfig.model_validate(given))
+    assert run.losses == pytest.approx(losses, abs=1e-5)
+    assert [row["router_loss"] for row in run.metrics] == pytest.approx(of_routers, abs=1e-5)
+    assert links_with_gradients(run) == {2}
 
 
 PIPELINES = [
