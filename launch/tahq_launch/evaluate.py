@@ -61,8 +61,8 @@ class Loss:
     tokens: int
 
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""Tokens and labels, each int64 [B, S]."""
+MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Tokens, labels, and positions where rows have several records, each int64 [B, S]."""
 
 
 def print_evaluation(request: EvalRequest, *, as_json: bool) -> None:
@@ -120,9 +120,11 @@ def loss_of(
         total: number of micro-batches, for the progress.
     """
     loss_sum, tokens, progress = 0.0, 0, progress_of("evaluating")
-    for done, (inputs, labels) in enumerate(batches, start=1):
+    for done, (inputs, labels, positions) in enumerate(batches, start=1):
+        # transformers finds the records of a row by positions, if it keeps no cache
+        packed = {} if positions is None else {"position_ids": positions.to(model.device), "use_cache": False}
         with precision:
-            logits = model(inputs.to(model.device)).logits
+            logits = model(inputs.to(model.device), **packed).logits
             loss_sum += float(cross_entropy(logits, labels.to(model.device))[1])
         tokens += int((labels != NO_LOSS).sum())
         progress(done / total)
@@ -176,7 +178,7 @@ def _text(files: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[Ite
         for start in starts:
             numbers = np.arange(start, min(start + _SAMPLES, dataset.num_train_samples), dtype=np.int64)
             tokens, labels = (torch.from_numpy(np.ascontiguousarray(array)) for array in dataset.gather(numbers))
-            yield tokens, labels
+            yield tokens, labels, None
 
     return micro_batches(), len(starts)
 
@@ -185,7 +187,7 @@ def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None) 
     """The first batches of the validation split, in the order of the run's own validations."""
     training = config.training
     try:
-        dataset = load_dataset(config.data, tokenizer)
+        dataset = load_dataset(config.data, tokenizer, training.global_batch)
     except DataError as error:
         raise DataError(f"{error}; run tahq eval where the run's data is, or give other text (--text FILE)") from error
     if not dataset.num_validation_samples:
@@ -200,7 +202,8 @@ def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None) 
     def micro_batches() -> Iterator[MicroBatch]:
         for number in range(num_batches):
             batch = source.validation(number)
-            yield from map(batch.micro_batch, range(each))
+            for index in range(each):
+                yield *batch.micro_batch(index), batch.micro_batch_positions(index)
 
     return micro_batches(), num_batches * each
 

@@ -29,6 +29,7 @@ class StepBatch:
     num_tokens: int  # Labels that count
     digest: str  # Hex BLAKE2b over the three tensors: equal on stages that made the same batch
     micro_batch_size: int
+    positions: torch.Tensor | None = None  # int64 [B, S], of each token in its record; None: each row is one record
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the tokens and labels of micro-batch `index`, each int64 [micro_batch_size, S]."""
@@ -38,6 +39,12 @@ class StepBatch:
     def micro_batch_sample_ids(self, index: int) -> torch.Tensor:
         """View of the sample ids of micro-batch `index`, int64 [micro_batch_size]."""
         return self.sample_ids[self._rows(index)]
+
+    def micro_batch_positions(self, index: int) -> torch.Tensor | None:
+        """View of the positions of micro-batch `index`; None if each of its rows is one record."""
+        positions = None if self.positions is None else self.positions[self._rows(index)]
+        is_shared = positions is not None and bool((positions[:, -1] < positions.shape[1] - 1).any())
+        return positions if is_shared else None
 
     def _rows(self, index: int) -> slice:
         if not 0 <= index < len(self.sample_ids) // self.micro_batch_size:
@@ -94,9 +101,10 @@ class BatchSource:
         tokens, labels = self._dataset.gather(sample_ids)
         if scored is not None:
             labels = np.where(scored[:, None], labels, NO_LOSS)
-        digest = batch_digest(tokens, labels, sample_ids)
+        digest, positions = batch_digest(tokens, labels, sample_ids), self._dataset.positions(sample_ids)
         x, y, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in (tokens, labels, sample_ids))
-        return StepBatch(x, y, ids, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch)
+        places = None if positions is None else torch.from_numpy(positions)
+        return StepBatch(x, y, ids, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch, places)
 
 
 def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:

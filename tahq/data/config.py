@@ -34,6 +34,9 @@ class DataConfig(Section):
     jsonl: Paths | None = None
     """Files with one object per line: prompt and response, instruction, input and output, messages, or text. The loss
     is on responses."""
+    packing: Literal["auto"] | bool = "auto"
+    """Several records of `jsonl` in a row of `seq_len` tokens, which do not see each other; a row then counts as a
+    sample. `auto`: if an epoch still has 100 steps. `false`: each record is padded to `seq_len`."""
     tokenizer: str = Field(default="bytes", min_length=1)
     """`bytes` (one token per byte), a local Hugging Face folder, a tokenizer.json, or a name on the Hub. Not set
     beside `model.path`: that model's."""
@@ -51,3 +54,8 @@ class DataConfig(Section):
             got = f"{' and '.join(given)}; null takes one away" if given else "none"
             raise ValueError(f"needs exactly one of text, tokens, jsonl; got {got}")
         return self
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether rows may hold several records."""
+        return self.jsonl is not None and self.packing is not False

@@ -1,12 +1,12 @@
 """Samples of `seq_len` tokens with their labels, numbered: training first, then validation.
 
 labels[b, s] is the token that follows tokens[b, s], or −100 where there is no loss. Samples of text and token files are
-consecutive windows: each token is an input once and a label once. Each record of JSON Lines files (`records.py`) is one
-sample, cut at `seq_len` or padded at its end (harmless under a causal mask, and without loss): the tokens of its parts,
-and behind a response the end-of-document token, if the tokenizer has one. An empty prompt is replaced by the
-end-of-document token, so that the first token of the response follows something; without such a token, that first token
-counts as the prompt. Parts are tokenised separately and joined without a separator: a space between them belongs to one
-of them.
+consecutive windows: each token is an input once and a label once. Each record of JSON Lines files (`records.py`) is cut
+at `seq_len`: the tokens of its parts, and behind a response the end-of-document token, if the tokenizer has one. A row,
+which counts as one sample, has one record, or several that do not see each other (`packing.py`); the rest is padding,
+harmless under a causal mask and without loss. An empty prompt is replaced by the end-of-document token, so that the
+first token of the response follows something; without such a token, that first token counts as the prompt. Parts are
+tokenised separately and joined without a separator: a space between them belongs to one of them.
 
 The split into training and validation depends on the size of the data and the share held out only, not on seed or
 sequence length: a run resumed with other values of these never trains on its validation data. Tokens are divided into
@@ -20,13 +20,14 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tahq.data.config import DataConfig
+from tahq.data.packing import packed_rows
 from tahq.data.records import Record, read_records
 from tahq.data.sources import as_patterns, find_files, hash_documents, read_documents
 from tahq.data.token_stream import TokenStream, cached_tokens, check_vocabulary, hash_token_files, open_token_files
@@ -39,6 +40,7 @@ I64 = npt.NDArray[np.int64]
 
 _MAX_STRIPES = 16
 _MIN_HELD_OUT = 2**16
+_MIN_STEPS = 100  # Of an epoch of packed rows, where packing is not asked for
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Dataset(ABC):
     """Samples by number: 0 … num_train_samples−1, then num_validation_samples more.
 
     `fingerprint`: hex hash of content, tokenizer, sequence length and split; equal on machines that agree in these.
+    `notes`: what the user should know of the data, a line each.
     """
 
     num_train_samples: int
@@ -54,6 +57,7 @@ class Dataset(ABC):
 
     def __init__(self, kind: str, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
         self.seq_len, self.shuffle = config.seq_len, config.shuffle
+        self.notes = list[str]()
         parts = [kind, content_hash, tokenizer.fingerprint, config.seq_len, repr(config.validation)]
         self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
@@ -61,9 +65,13 @@ class Dataset(ABC):
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
         """Tokens and labels of samples, each int64 [B, seq_len]; DataError if a token is not in the vocabulary."""
 
+    def positions(self, sample_ids: I64) -> I64 | None:
+        """The position of each token in its record, int64 [B, seq_len]; None: each row is one record."""
+        return None
 
-def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
-    """The data that `data:` describes.
+
+def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1) -> Dataset:
+    """The data that `data:` describes; `global_batch`: samples per step.
 
     Raises:
         DataError: a pattern matches nothing, a file cannot be read or has the wrong format, a token is out of the
@@ -79,12 +87,14 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
         dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
         files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
-        dataset = RecordDataset(read_records(files, tokenizer.chat_template), config, tokenizer)
+        dataset = RecordDataset(read_records(files, tokenizer.chat_template), config, tokenizer, global_batch)
     if config.validation > 0 and dataset.num_validation_samples == 0:
-        _log.warning(
-            "data.validation: a share of %g of so little data is less than one sample, so nothing is held out",
-            config.validation,
+        dataset.notes.append(
+            f"data.validation: a share of {config.validation:g} of so little data is less than one sample, so nothing "
+            "is held out"
         )
+    for note in dataset.notes:
+        _log.warning("%s", note)
     return dataset
 
 
@@ -165,41 +175,83 @@ class WindowDataset(Dataset):
 
 
 class RecordDataset(Dataset):
-    """Records of texts, one per sample, with loss on some of their parts.
+    """Records of texts with loss on some of their parts, one or several per row.
 
     The tokens of all records lie end to end, each with whether it is a label with loss: record i is
-    tokens[starts[i]:starts[i + 1]].
+    tokens[starts[i]:starts[i + 1]], of which a row has counts[i] tokens. Row i has the records
+    members[row_starts[i]:row_starts[i + 1]].
     """
 
-    def __init__(self, records: Sequence[Record], config: DataConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, records: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1
+    ) -> None:
         are_pairs = all(len(each.parts) == 2 and each.ends for each in records)
         texts = (text for each in records for text in _hashed(each, are_pairs=are_pairs))
         super().__init__("pairs" if are_pairs else "records", hash_documents(texts), config, tokenizer)
         self._filler = tokenizer.end_of_document or 0
         self._encode(records, tokenizer)
-        lengths = np.diff(self._starts)
-        # with at least one token with loss among the labels
+        training, validation = self._usable(records, config)
+        rows = self._packed(training, validation, config, global_batch)
+        self.is_packed = rows is not None
+        if rows is None:
+            self._counts = np.minimum(np.diff(self._starts), self.seq_len)
+            rows = [[[number] for number in numbers] for numbers in (training, validation)]
+        else:
+            self.fingerprint = hashlib.blake2b(f"{self.fingerprint} packed".encode(), digest_size=16).hexdigest()
+        self.num_train_samples, self.num_validation_samples = map(len, rows)
+        self._members = np.array([number for part in rows for row in part for number in row], dtype=np.int64)
+        self._row_starts = np.cumsum([0, *(len(row) for part in rows for row in part)], dtype=np.int64)
+
+    @property
+    def summary(self) -> str:
+        """The size of the training data."""
+        members = self._members[: self._row_starts[self.num_train_samples]]
+        filled = self._counts[members].sum() / (self.num_train_samples * self.seq_len)
+        rows = f"{self.num_train_samples:,} rows of {self.seq_len} tokens"
+        return f"{len(members):,} records to train on in {rows}, of which {filled:.0%} are filled"
+
+    def _usable(self, records: Sequence[Record], config: DataConfig) -> tuple[I64, I64]:
+        """Numbers of the records to train on and to validate with: those with a label with loss within `seq_len`."""
         begins = [np.flatnonzero(self._scored[a:b]) for a, b in pairwise(self._starts)]
         first = np.array([each[0] if len(each) else self.seq_len + 1 for each in begins])
         last = np.array([each[-1] if len(each) else 0 for each in begins])
         usable = first <= self.seq_len
+        self._counts = np.minimum(last, self.seq_len)
         held_out = np.zeros(len(records), dtype=bool)
         held_out[split_records(len(records), config.validation)] = True
         training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
-        self._order = np.concatenate([training, validation])
-        self.num_train_samples, self.num_validation_samples = len(training), len(validation)
-        if not self.num_train_samples:
+        if not len(training):
             raise DataError(
                 f"none of {len(records)} records is left to train on: {int(usable.sum())} have a response that begins "
                 f"within seq_len {self.seq_len}, and {len(validation)} of these are held out for validation"
             )
         if not usable.all():
-            _log.warning(
-                "%d of %d records are left out, because their prompt fills seq_len %d or their response is empty; "
-                "first %s", (~usable).sum(), len(records), self.seq_len, records[int(usable.argmin())].place,
-            )  # fmt: skip
-        if num_cut := int((usable & (last > self.seq_len) & (lengths > self.seq_len + 1)).sum()):
-            _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(records), self.seq_len)
+            self.notes.append(
+                f"{(~usable).sum()} of {len(records)} records are left out, because their prompt fills seq_len "
+                f"{self.seq_len} or their response is empty; first {records[int(usable.argmin())].place}"
+            )
+        if num_cut := int((usable & (last > self.seq_len)).sum()):
+            self.notes.append(f"{num_cut} of {len(records)} responses are cut at seq_len {self.seq_len}")
+        return training, validation
+
+    def _packed(
+        self, training: I64, validation: I64, config: DataConfig, global_batch: int
+    ) -> list[list[list[int]]] | None:
+        """Rows of records, by their numbers, to train on and to validate with; None: one record per row."""
+        if config.packing is False:
+            return None
+        rows = [
+            [[int(numbers[item]) for item in row] for row in packed_rows(self._counts[numbers], self.seq_len)]
+            for numbers in (training, validation)
+        ]
+        if config.packing == "auto" and len(rows[0]) < _MIN_STEPS * global_batch:
+            if 2 * len(rows[0]) <= len(training):
+                self.notes.append(
+                    f"{len(training)} rows of data.seq_len {self.seq_len} are mostly padding; data.packing: true puts "
+                    f"the records into {len(rows[0])}, which auto does from {_MIN_STEPS} steps an epoch on"
+                )
+            return None
+        return rows
 
     def _encode(self, records: Sequence[Record], tokenizer: Tokenizer) -> None:
         encoded = iter(tokenizer.encode_all([part.text for each in records for part in each.parts]))
@@ -226,12 +278,29 @@ class RecordDataset(Dataset):
         """See `Dataset.gather`."""
         tokens = np.full((len(sample_ids), self.seq_len), self._filler, dtype=np.int64)
         labels = np.full_like(tokens, NO_LOSS)
-        for row, number in enumerate(self._order[sample_ids]):
-            here = slice(self._starts[number], min(self._starts[number + 1], self._starts[number] + self.seq_len + 1))
-            own, scored = self._tokens[here].astype(np.int64), self._scored[here]
-            tokens[row, : min(len(own), self.seq_len)] = own[: self.seq_len]
-            labels[row, : len(own) - 1] = np.where(scored[1:], own[1:], NO_LOSS)
+        for row, number in enumerate(sample_ids):
+            place = 0
+            for record in self._records_of(number):
+                begin, count = self._starts[record], self._counts[record]
+                own = self._tokens[begin : min(begin + count + 1, self._starts[record + 1])].astype(np.int64)
+                scored = self._scored[begin + 1 : begin + len(own)]
+                tokens[row, place : place + count] = own[:count]
+                labels[row, place : place + len(scored)] = np.where(scored, own[1:], NO_LOSS)
+                place += count
         return tokens, labels
+
+    def positions(self, sample_ids: I64) -> I64 | None:
+        """See `Dataset.positions`; padding continues the last record."""
+        if not self.is_packed:
+            return None
+        positions = np.tile(np.arange(self.seq_len, dtype=np.int64), (len(sample_ids), 1))
+        for row, number in enumerate(sample_ids):
+            for place in np.cumsum(self._counts[self._records_of(number)[:-1]]):
+                positions[row, place:] = np.arange(self.seq_len - place)
+        return positions
+
+    def _records_of(self, number: np.int64) -> I64:
+        return self._members[self._row_starts[number] : self._row_starts[number + 1]]
 
 
 def _hashed(record: Record, *, are_pairs: bool) -> list[str]:
@@ -241,16 +310,18 @@ def _hashed(record: Record, *, are_pairs: bool) -> list[str]:
     return [json.dumps([record.parts, record.ends])]
 
 
-def shown_samples(config: DataConfig, tokenizer: Tokenizer, count: int = 3) -> list[str]:
-    """The first samples of JSON Lines files as the model sees them; what has no loss is in ⟦brackets⟧.
-
-    DataError as of `load_dataset`.
-    """
-    files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
-    records = read_records(files, tokenizer.chat_template, count)
-    dataset = RecordDataset(records, config.model_copy(update={"validation": 0.0}), tokenizer)
-    tokens, labels = dataset.gather(np.arange(dataset.num_train_samples))
-    return [_shown(*row, tokenizer) for row in zip(tokens, labels, strict=True)]
+def shown_samples(dataset: RecordDataset, tokenizer: Tokenizer, count: int = 3) -> list[str]:
+    """The first samples as the model sees them, also those in one row; what has no loss is in ⟦brackets⟧."""
+    rows = np.arange(min(count, dataset.num_train_samples))
+    tokens, labels = dataset.gather(rows)
+    positions = dataset.positions(rows)
+    starts = [[0] if positions is None else np.flatnonzero(positions[row] == 0).tolist() for row in rows]
+    samples = (
+        _shown(tokens[row, start:stop], labels[row, start:stop], tokenizer)
+        for row in rows
+        for start, stop in pairwise([*starts[row], dataset.seq_len])
+    )
+    return list(islice(samples, count))
 
 
 def _shown(tokens: I64, labels: I64, tokenizer: Tokenizer) -> str:

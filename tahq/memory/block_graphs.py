@@ -37,6 +37,7 @@ class _Slot:
     """Graphs of one micro-batch, and where they read and write."""
 
     x: torch.Tensor
+    positions: torch.Tensor | None
     y: torch.Tensor
     of_y: torch.Tensor
     of_x: torch.Tensor
@@ -46,8 +47,8 @@ class _Slot:
     """Gradients of weights, of a split backward."""
 
 
-_Kind = tuple[torch.Size, torch.dtype, bool]
-"""Shape and dtype of hidden states, and whether the backward is split."""
+_Kind = tuple[torch.Size, torch.dtype, bool, bool]
+"""Shape and dtype of hidden states, whether the backward is split, and whether there are positions."""
 
 
 class BlockGraphs:
@@ -80,27 +81,27 @@ class BlockGraphs:
         self._step += 1
         self._free = {kind: list(slots) for kind, slots in self._slots.items()}
 
-    def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+    def through_blocks(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """As the slice's own, whose `deferred` it observes; in training by a slot, if there is one."""
         is_step = self._step > 1 and torch.is_grad_enabled() and shared_copies() is not None
         deferred = self._module.deferred
-        slot = self._taken(hidden, deferred is not None) if is_step and hidden.requires_grad else None
+        slot = self._taken(hidden, positions, deferred is not None) if is_step and hidden.requires_grad else None
         if slot is None:
-            return self._module.through_blocks(hidden)
-        y: torch.Tensor = _Replay.apply(hidden, self, slot, deferred)  # type: ignore[no-untyped-call]
+            return self._module.through_blocks(hidden, positions)
+        y: torch.Tensor = _Replay.apply(hidden, positions, self, slot, deferred)  # type: ignore[no-untyped-call]
         return y
 
-    def _taken(self, hidden: torch.Tensor, is_split: bool) -> _Slot | None:
+    def _taken(self, hidden: torch.Tensor, positions: torch.Tensor | None, is_split: bool) -> _Slot | None:
         """A slot that is not in use, recorded if need be and possible."""
         if not self._parameters:
             return None
         self._refresh_copies()
-        kind: _Kind = hidden.shape, hidden.dtype, is_split
+        kind: _Kind = hidden.shape, hidden.dtype, is_split, positions is not None
         free = self._free.setdefault(kind, [])
         if not free and not self._has_failed and free_bytes(hidden.device) >= self._slot_bytes + KEPT_FREE:
             try:
                 with on_device_of(hidden):
-                    slot = self._record(hidden, is_split)
+                    slot = self._record(hidden, positions, is_split)
             except RuntimeError as error:
                 self._has_failed = True
                 log.warning("computing the blocks without further CUDA graphs: %s", error)
@@ -118,18 +119,19 @@ class BlockGraphs:
                     copy.copy_(weight)
             shared.update(self._copies)
 
-    def _record(self, hidden: torch.Tensor, is_split: bool) -> _Slot:
+    def _record(self, hidden: torch.Tensor, positions: torch.Tensor | None, is_split: bool) -> _Slot:
         """Run the kernels once, so that they are compiled, then record them."""
         autocast = partial(torch.autocast, "cuda", torch.get_autocast_dtype("cuda"))
         # the context's cache of casts would not outlive the step
         casting = partial(autocast, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
         x, of_y = hidden.detach().clone().requires_grad_(), torch.zeros_like(hidden)
+        places = None if positions is None else positions.clone()
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with self._apart(is_split) as deferred, autocast(enabled=False):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 with casting():
-                    y = self._module.through_blocks(x)
+                    y = self._module.through_blocks(x, places)
                 self._backward(x, y, of_y)
                 deferred.run()
             torch.cuda.current_stream().wait_stream(stream)
@@ -143,14 +145,14 @@ class BlockGraphs:
             # codecs work in other threads meanwhile
             record = partial(record, capture_error_mode="thread_local")
             with record(graphs[0]), casting():
-                y = self._module.through_blocks(x)
+                y = self._module.through_blocks(x, places)
             with record(graphs[1]):
                 of_x = self._backward(x, y, of_y)
             if is_split:
                 with record(graphs[2]):
                     deferred.run()
             self._slot_bytes = max(self._slot_bytes, torch.cuda.memory_reserved() - before)
-        return _Slot(x, y.detach(), of_y, of_x, graphs[0], graphs[1], graphs[2] if is_split else None)
+        return _Slot(x, places, y.detach(), of_y, of_x, graphs[0], graphs[1], graphs[2] if is_split else None)
 
     @contextmanager
     def _apart(self, is_split: bool) -> Iterator[DeferredGradients]:
@@ -194,7 +196,7 @@ class BlockGraphs:
         self._give_back(slot, is_split=True)
 
     def _give_back(self, slot: _Slot, *, is_split: bool) -> None:
-        self._free[slot.x.shape, slot.x.dtype, is_split].append(slot)
+        self._free[slot.x.shape, slot.x.dtype, is_split, slot.positions is not None].append(slot)
 
     def _place_gradients(self) -> None:
         """Let the parameters have the gradients that recorded backwards add to."""
@@ -219,10 +221,17 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, graphs: BlockGraphs, slot: _Slot, deferred: DeferredGradients | None
+        ctx: Any,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        graphs: BlockGraphs,
+        slot: _Slot,
+        deferred: DeferredGradients | None,
     ) -> torch.Tensor:
         ctx.graphs, ctx.slot, ctx.deferred = graphs, slot, deferred
         slot.x.copy_(x)
+        if slot.positions is not None and positions is not None:
+            slot.positions.copy_(positions)
         slot.forward.replay()
         return slot.y.detach()
 
@@ -231,4 +240,4 @@ class _Replay(torch.autograd.Function):
         ctx.slot.of_y.copy_(gradients[0])
         ctx.graphs.replay_backward(ctx.slot, ctx.deferred)
         # the slot's own is overwritten by its next micro-batch, perhaps before this one is sent
-        return ctx.slot.of_x.clone(), None, None, None
+        return ctx.slot.of_x.clone(), None, None, None, None

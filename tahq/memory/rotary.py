@@ -15,7 +15,7 @@ from tahq.models.deferred_gradients import product_dtype
 
 
 class Rotation(torch.autograd.Function):
-    """Rotary embedding of x [B, S, H, D] by tables [1, S, D], in fp32, rounded to `dtype`.
+    """Rotary embedding of x [B, S, H, D] by tables [1 or B, S, D], in fp32, rounded to `dtype`.
 
         x·cos + half(x)·sin,   half(x₁, x₂) = (−x₂, x₁)
 

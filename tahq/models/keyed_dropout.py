@@ -92,17 +92,24 @@ def key_dropout(tree: nn.Module, random: RandomContext) -> None:
             module.add_module("attn_dropout", KeyedDropout(float(p), f"{path}.attn_dropout", random))
 
 
-def window_mask(num_positions: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """The positions that each position attends to: bool [1, 1, S, S], or None for plain causal masking.
+def attention_mask(
+    num_positions: int, window: int | None, device: torch.device, positions: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The positions that each position attends to: bool [1 or B, 1, S, S], or None for plain causal masking.
 
-    With a window w, position q attends to k when q − w < k ≤ q. None is returned exactly where transformers returns it,
-    so that the fused kernel masks by itself and the bits agree.
+    With a window w, position q attends to k when q − w < k ≤ q. Without `positions`, None is returned exactly where
+    transformers returns it, so that the fused kernel masks by itself and the bits agree. `positions`, int64 [B, S]: of
+    each token in its record, for rows whose records do not see each other.
     """
-    if window is None or num_positions < window:
+    if positions is None and (window is None or num_positions < window):
         return None
-    query = torch.arange(num_positions, device=device)[:, None]
-    key = torch.arange(num_positions, device=device)[None, :]
-    return ((key <= query) & (key > query - window))[None, None]
+    at = torch.arange(num_positions, device=device)
+    query, key = at[:, None], at[None, :]
+    mask = key <= query if window is None else (key <= query) & (key > query - window)
+    if positions is None:
+        return mask[None, None]
+    first = at - positions  # of the record
+    return (mask & (first[:, :, None] == first[:, None, :]))[:, None]
 
 
 def keyed_attention(

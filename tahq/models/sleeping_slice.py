@@ -47,7 +47,7 @@ class SleepingSlice(ModelSlice):
         self.forward_s, self.backward_s = forward_s, backward_s
         self.materialise(torch.device(device))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Int64 tokens [B, S] or hidden states [B, S, C] to hidden states [B, S, C] or logits [B, S, V], in time."""
         end_s = time.perf_counter() + self.forward_s
         hidden = self.table[x % _NUM_ROWS] if self.parts.embedding else x

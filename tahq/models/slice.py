@@ -47,10 +47,10 @@ from tahq.models.experts.load_balance import Balance
 from tahq.models.keyed_dropout import (
     ATTENTION_NAME,
     RandomContext,
+    attention_mask,
     key_dropout,
     keyed_attention,
     register_attention,
-    window_mask,
 )
 from tahq.models.loss import chunked_cross_entropy, cross_entropy, soft_capped
 from tahq.models.model_spec import ModelSpec
@@ -88,7 +88,7 @@ class Graphs(Protocol):
     def begin(self) -> None:
         """Before a step: no micro-batch is in flight."""
 
-    def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+    def through_blocks(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelSlice.through_blocks`."""
 
 
@@ -149,25 +149,28 @@ class ModelSlice(nn.Module):
         own_routers(self, self._routed)
         key_dropout(self, random)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`.
+
+        `positions`, int64 [B, S]: of each token in its record, where rows have several; None: 0 … S−1.
+        """
         shape = x.shape[:2]
         if self.num_pieces > 1:
             x = x.view(shape[0] * self.num_pieces, -1, *x.shape[2:])
-        hidden = self._embed(x) if self.parts.embedding else x
+        hidden = self._embed(x, positions) if self.parts.embedding else x
         hidden = hidden if self.residual is None else hidden.to(self.residual)
-        hidden = (self if self.graphs is None else self.graphs).through_blocks(hidden)
+        hidden = (self if self.graphs is None else self.graphs).through_blocks(hidden, positions)
         if self.parts.head:
             with self._products(hidden, self.deferred, shared_copies()):
                 hidden = self._part(self.spec.layout.final_norm)(hidden)
                 hidden = soft_capped(self.lm_head(hidden), self._soft_cap) if self.loss_chunks == 1 else hidden
         return hidden if self.num_pieces == 1 else hidden.view(*shape, -1)
 
-    def through_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, S, C] before the slice's blocks to those behind them."""
+    def through_blocks(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [B, S, C] before the slice's blocks to those behind them; `positions` as of `forward`."""
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
-        masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
-        tables = self._rotary_tables(hidden)
+        masks = {window: attention_mask(hidden.shape[1], window, hidden.device, positions) for window in set(windows)}
+        tables = self._rotary_tables(hidden, positions)
         for place, (index, window, block) in enumerate(zip(self.parts.blocks, windows, self.blocks(), strict=True)):
             run = partial(self._run, block, tables(index) | {"attention_mask": masks[window]})
             with torch.set_grad_enabled(torch.is_grad_enabled() and place >= self.num_frozen_blocks):
@@ -184,13 +187,14 @@ class ModelSlice(nn.Module):
         """See `ModelSpec.is_trained`."""
         return self.spec.is_trained(name)
 
-    def _rotary_tables(self, hidden: torch.Tensor) -> Callable[[int], dict[str, Any]]:
+    def _rotary_tables(self, hidden: torch.Tensor, positions: torch.Tensor | None) -> Callable[[int], dict[str, Any]]:
         """The argument of each block with its rotary tables, of which there is one for each kind of block."""
         if self._rotary is None or not self.parts.blocks:
             return lambda index: {}
         # tables stay fp32 beside a converted stream
         like = hidden if self.residual is None else hidden.new_empty(0, dtype=torch.float32)
-        by_type, positions = self.spec.layout.rotates_by_layer_type, _position_ids(hidden)
+        by_type = self.spec.layout.rotates_by_layer_type
+        positions = _position_ids(hidden) if positions is None else positions
         kinds = [(self._config.layer_types[index],) if by_type else () for index in self.parts.blocks]
         tables = {kind: {"position_embeddings": self._rotary(like, positions, *kind)} for kind in set(kinds)}
         first = self.parts.blocks.start
@@ -266,13 +270,14 @@ class ModelSlice(nn.Module):
     def _part(self, name: str) -> nn.Module:
         return self.get_submodule(f"{self.spec.layout.trunk}.{name}")
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         layout = self.spec.layout
         hidden = self._rows(layout.embedding, tokens)
         if layout.embedding_scale is not None:
             hidden = hidden * layout.embedding_scale(self._config)
         if layout.positions is not None:
-            hidden = hidden + self._rows(layout.positions, _position_ids(hidden))
+            positions = _position_ids(hidden) if positions is None else positions
+            hidden = hidden + self._rows(layout.positions, positions)
         if layout.embedding_dropout is not None:
             hidden = self._part("drop")(hidden)
         return hidden

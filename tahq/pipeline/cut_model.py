@@ -151,7 +151,7 @@ class CutModel:
                 balance = self._router_loss.begin(tokens.numel(), scale / num_micro_batches, self._device)
             for part in self._slices:
                 part.balance = balance
-            y = self._output(tokens, step, index, codecs)
+            y = self._output(tokens, batch.micro_batch_positions(index), step, index, codecs)
             if balance is not None:
                 balance.totals = balance.sums[0]
             with self._autocast():
@@ -166,9 +166,12 @@ class CutModel:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
 
-    def _output(self, tokens: torch.Tensor, step: int, micro_batch: int, codecs: CodecPair) -> torch.Tensor:
-        """Of tokens [B, S], what the last slice's `loss` takes."""
+    def _output(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, step: int, micro_batch: int, codecs: CodecPair
+    ) -> torch.Tensor:
+        """Of tokens [B, S], what the last slice's `loss` takes; `positions` as of `ModelSlice.forward`."""
         x = tokens
+        positions = None if positions is None else positions.to(self._device)
         for stage, part in enumerate(self._slices):
             part.train()
             part.num_pieces = self._num_pieces(step)
@@ -178,7 +181,7 @@ class CutModel:
                 ids = [names.name(step, Purpose.TRAIN, micro_batch, direction) for direction in Direction]
                 x = CodecCut.apply(x.float(), codecs, [codec_key(id, self._seed) for id in ids])  # type: ignore[no-untyped-call]
             with self._autocast():
-                x = part(x)
+                x = part(x, positions)
         return x
 
 

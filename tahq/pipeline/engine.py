@@ -53,13 +53,14 @@ class Chunk:
     is_frozen: bool = False
     sends_gradient: bool = True
 
-    def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, positions: torch.Tensor | None, *, bf16: bool) -> torch.Tensor:
         """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations where they cross a cut.
 
-        With `bf16` the module computes under autocast.
+        `positions` as of `ModelSlice.forward`, on any device. With `bf16` the module computes under autocast.
         """
+        positions = None if positions is None else positions.to(x.device, non_blocking=True)
         with _autocast(x, bf16):
-            y: torch.Tensor = self.module(x)
+            y: torch.Tensor = self.module(x, positions)
         return y
 
     def loss(
@@ -272,9 +273,11 @@ class StageEngine:
         number = self.first_micro_batch + action.micro_batch
         if chunk.incoming is None:
             tokens, _ = _given(step.batch).micro_batch(number)
-            x = tokens.to(self.device, non_blocking=True)
+            x, positions = tokens.to(self.device, non_blocking=True), _given(step.batch).micro_batch_positions(number)
         else:
             x = self._take(step).to(chunk.residual).requires_grad_(chunk.sends_gradient)
+            id = chunk.incoming.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.FORWARD)
+            positions = chunk.incoming.positions.pop(id, None)
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return
@@ -283,9 +286,12 @@ class StageEngine:
         place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
         self.random.at(step.number, *place, int(Purpose.TRAIN))
         with self.stopwatch.measure("forward", action), torch.set_grad_enabled(not chunk.is_frozen):
-            y = chunk.compute(x, bf16=self.bf16)
+            y = chunk.compute(x, positions, bf16=self.bf16)
             if chunk.outgoing is None:
                 y = self._loss(step, chunk, y, number)
+            elif positions is not None:
+                id = chunk.outgoing.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.FORWARD)
+                chunk.outgoing.positions[id] = positions
         if not chunk.is_frozen:
             step.in_flight[key] = (x, y, balance)
         if balance is not None and (chunk.outgoing is None or not balance.loss.is_pooled):
@@ -433,11 +439,17 @@ class StageEngine:
         for _, chunk in sorted(self.chunks.items()):
             if chunk.incoming is None:
                 x = _given(batch).micro_batch(micro_batch)[0].to(self.device)
+                positions = _given(batch).micro_batch_positions(micro_batch)
             else:
-                x = chunk.incoming.receive(chunk.incoming.name(step, purpose, index, Direction.FORWARD))
-            y = chunk.compute(x, bf16=self.bf16)
+                id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
+                x = chunk.incoming.receive(id)
+                positions = chunk.incoming.positions.pop(id, None)
+            y = chunk.compute(x, positions, bf16=self.bf16)
             if chunk.outgoing is not None:
-                chunk.outgoing.send(chunk.outgoing.name(step, purpose, index, Direction.FORWARD), y.to(BOUNDARY_DTYPE))
+                id = chunk.outgoing.name(step, purpose, index, Direction.FORWARD)
+                if positions is not None:
+                    chunk.outgoing.positions[id] = positions
+                chunk.outgoing.send(id, y.to(BOUNDARY_DTYPE))
             else:
                 labels = _given(batch).micro_batch(micro_batch)[1].to(self.device)
                 loss = float(chunk.loss(y, labels, bf16=self.bf16)[1])

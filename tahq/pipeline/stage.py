@@ -67,6 +67,7 @@ class StagePlan:
     pipeline: PipelineConfig
     wire: WireConfig
     tie: bool
+    may_be_packed: bool = False  # Whether rows may hold several records
     gradients: Gradients = "fp32"  # `memory.gradients`
     shards: Collection[Shard] = ()  # `memory.shard`, where there are replicas
     sum_codecs: Mapping[int, str] = field(default_factory=dict)  # Of shards of gradients, by link between replicas
@@ -312,13 +313,20 @@ class Stage:
         identity = CutIdentity(self.plan.run, self.plan.seed, cut, self.plan.replica)
         codecs, follow = CodecTable(self.plan.wire), self.plan.wire.follow
         every = follow.guard.measure_every if follow is not None and follow.guard.max_error is not None else None
-        return self._link_boundary(ends, identity, codecs, every)
+        return self._link_boundary(ends, identity, codecs, every, sends_positions=self.plan.may_be_packed)
 
     def _link_boundary(
-        self, ends: LinkEnds, identity: CutIdentity, codecs: CodecTable, every: int | None = None
+        self,
+        ends: LinkEnds,
+        identity: CutIdentity,
+        codecs: CodecTable,
+        every: int | None = None,
+        *,
+        sends_positions: bool = False,
     ) -> Boundary:
         transport, peer = self._transports[ends.link], ends.other(self.plan.stage)
-        return Boundary(transport, identity, codecs, self._device, self.stopwatch, peer, every)
+        places = (self._device, self.stopwatch, peer, every)
+        return Boundary(transport, identity, codecs, *places, sends_positions=sends_positions)
 
     def _replica_boundaries(self, *, bf16: bool) -> dict[int, Boundary]:
         """The links to the other replicas of this stage, by replica."""
@@ -376,11 +384,13 @@ def _codec_ends(chunk: Chunk) -> list[CodecEnd]:
 def keep_batch(folder: Path, step: int, batch: StepBatch) -> Path:
     """Keep the samples of a step that had NaN or infinity, to find out why; removes the oldest of many.
 
-    ``non_finite/step-00000013.safetensors`` has `tokens` and `labels` (int64 [B, S]) and `sample_ids` (int64 [B]), the
-    micro-batches in order; metadata are the step (from 1) and the batch's digest. SnapshotError: it cannot be written.
+    ``non_finite/step-00000013.safetensors`` has `tokens` and `labels` (int64 [B, S]), `positions` alike if rows have
+    several records, and `sample_ids` (int64 [B]), the micro-batches in order; metadata are the step (from 1) and the
+    batch's digest. SnapshotError: it cannot be written.
     """
     name = f"step-{step:08}.safetensors"
     tensors = {"tokens": batch.tokens, "labels": batch.labels, "sample_ids": batch.sample_ids}
+    tensors |= {} if batch.positions is None else {"positions": batch.positions}
     content = save(
         {key: tensor.contiguous() for key, tensor in tensors.items()},
         {"step": str(step), "digest": batch.digest, "micro_batch": str(batch.micro_batch_size)},

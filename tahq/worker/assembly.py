@@ -265,7 +265,7 @@ class StageData:
     def load(cls, config: ClusterConfig) -> "StageData":
         """Read what `data:` names."""
         tokenizer = load_tokenizer(config.data)
-        return cls(tokenizer, load_dataset(config.data, tokenizer))
+        return cls(tokenizer, load_dataset(config.data, tokenizer, config.training.global_batch))
 
 
 @dataclass(frozen=True)
@@ -344,6 +344,7 @@ class Assembly:
             num_train_samples=data.dataset.num_train_samples if data is not None else 0,
             next_sample=batches.cursor(self.assign.start_step).sample if batches is not None else 0,
             arithmetic_changes=self._arithmetic_changes(),
+            data_notes=data.dataset.notes if data is not None else [],
             start_step=self.assign.start_step,
             memory_nbytes=free_bytes(self.device) + sum(map(device_nbytes, chain(*(m.parameters() for m in modules)))),
         )
@@ -363,6 +364,7 @@ class Assembly:
                 run=self.assign.run_id,
                 seed=config.run.seed,
                 seq_len=config.data.seq_len,
+                may_be_packed=config.data.may_be_packed,
                 total_steps=plan.total_steps,
                 training=config.training,
                 pipeline=config.pipeline,

@@ -213,6 +213,13 @@ def test_worker_that_makes_the_run_inexact_is_warned_about_but_allowed(scene):
     ]
 
 
+def test_what_the_first_stage_says_of_the_data_is_told_once(scene):
+    notes = {"data_notes": ["3 of 9 responses are cut at seq_len 32"]}
+    scene.workers(stage0={"hello": notes}, stage2={"hello": notes})
+    assert scene.run() == 0
+    assert scene.observer.of("warned") == notes["data_notes"]
+
+
 def test_strangers_and_members_that_break_the_protocol_while_joining_are_refused_alone(scene):
     ghost = [make_prepare(0, 1), say.Heartbeat(1, 3, "F0"), say.Failed(1, "x", 4)]
     scene.server.inbox += [(b"ghost", message) for message in ghost]

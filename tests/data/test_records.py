@@ -90,7 +90,8 @@ def test_samples_are_shown_with_what_has_no_loss_in_brackets(tmp_path, tokenizer
         {"text": "4 times 4"},
         {"prompt": "never", "response": "shown"},
     )
-    chat, alpaca, text = shown_samples(config, load_tokenizer(config))
+    tokenizer = load_tokenizer(config)
+    chat, alpaca, text = shown_samples(load_dataset(config, tokenizer), tokenizer)
     assert chat == "⟦<|im_start|>user\nWhat is 3 times 3?<|im_end|>\n<|im_start|>assistant\n⟧9<|im_end|>"
     assert alpaca.startswith("⟦Below is an instruction that describes a task, paired with an input")
     assert alpaca.endswith("### Instruction:\nSquare it.\n\n### Input:\n4\n\n### Response:\n⟧16<eot>")

@@ -34,8 +34,11 @@ def make(family: str, level: Recompute = "none", blocks: BlockRange = FIRST_TWO,
     return make_slice(make_spec(family, hidden_size=320, **keys), level, blocks=blocks, device="cuda")
 
 
-def compute(module: ModelSlice, order: str, *, bf16: bool, step: int) -> list[torch.Tensor]:
-    """A step in this order of forwards, backwards and gradients of weights; outputs and all gradients."""
+def compute(module: ModelSlice, order: str, *, bf16: bool, step: int, is_packed: bool = False) -> list[torch.Tensor]:
+    """A step in this order of forwards, backwards and gradients of weights; outputs and all gradients.
+
+    `is_packed`: rows of every other micro-batch have two records, of other lengths in each.
+    """
     if module.graphs is not None:
         module.graphs.begin()
     passes, deferrals, found, is_split = {}, {}, [], "W" in order
@@ -46,8 +49,10 @@ def compute(module: ModelSlice, order: str, *, bf16: bool, step: int) -> list[to
                 tokens = torch.arange(96).view(2, 48).add(seed) % 100
                 x = tokens.cuda() if module.parts.embedding else normal(SHAPE, seed=seed).cuda().requires_grad_()
                 module.deferred = deferrals[number] = DeferredGradients() if is_split else None
+                first = 10 + step + int(number)
+                positions = torch.cat([torch.arange(first), torch.arange(48 - first)]).expand(2, -1).cuda()
                 with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-                    passes[number] = x, module(x)
+                    passes[number] = x, module(x, positions if is_packed and int(number) % 2 else None)
                 found.append(passes[number][1].detach().clone())
             elif kind == "B":
                 x, y = passes.pop(number)
@@ -58,11 +63,11 @@ def compute(module: ModelSlice, order: str, *, bf16: bool, step: int) -> list[to
     return found + [parameter.grad.clone() for parameter in module.parameters()]
 
 
-def train(module: ModelSlice, order: str, *, bf16: bool) -> list[torch.Tensor]:
+def train(module: ModelSlice, order: str, *, bf16: bool, is_packed: bool = False) -> list[torch.Tensor]:
     """All outputs and gradients of a few steps, after each of which the weights change."""
     found = []
     for step in range(STEPS):
-        found += compute(module, order, bf16=bf16, step=step)
+        found += compute(module, order, bf16=bf16, step=step, is_packed=is_packed)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter -= 0.001 * parameter.grad.sign()
@@ -74,12 +79,12 @@ def train(module: ModelSlice, order: str, *, bf16: bool) -> list[torch.Tensor]:
     return found
 
 
-def check(family: str, order: str, *, bf16: bool = True, **keys) -> None:
+def check(family: str, order: str, *, bf16: bool = True, is_packed: bool = False, **keys) -> None:
     plain, recorded = (make(family, **keys) for _ in range(2))
     recorded.graphs = BlockGraphs(recorded)
-    expected = train(plain, order, bf16=bf16)
+    expected = train(plain, order, bf16=bf16, is_packed=is_packed)
     assert all(each.isfinite().all() for each in expected)
-    pairs = zip(expected, train(recorded, order, bf16=bf16), strict=True)
+    pairs = zip(expected, train(recorded, order, bf16=bf16, is_packed=is_packed), strict=True)
     assert [index for index, (left, right) in enumerate(pairs) if not torch.equal(left, right)] == []
 
 
@@ -97,6 +102,12 @@ def test_bits_are_those_of_single_kernels(family, order, bf16, replays):
 def test_bits_are_those_of_single_kernels_where_parts_are_recomputed(family, order, level, replays):
     check(family, order, level=level)
     assert len(replays) == (STEPS - 1) * len(order.split())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_bits_are_those_of_single_kernels_where_rows_have_several_records(family, replays):
+    check(family, SPLIT, is_packed=True)
+    assert len(replays) == (STEPS - 1) * len(SPLIT.split())
 
 
 def test_last_slice(replays):

@@ -67,19 +67,20 @@ def test_rotation_and_its_transpose_equal_the_references(kernels):
     check_rotation(kernels, DEVICE)
 
 
+@pytest.mark.parametrize("positions", [[[0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]], ids=["one", "packed"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "dtypes",
     sizes([(torch.float32, torch.float32)], [], [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]),
     ids=str,
 )
-def test_rotation_and_its_gradient_are_those_of_transformers(kernels, monkeypatch, name, dtypes):
+def test_rotation_and_its_gradient_are_those_of_transformers(kernels, monkeypatch, name, dtypes, positions):
     monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
     theirs = import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
     given, rounded = dtypes
     query, key = (normal((2, 5, heads, 12), heads).to(DEVICE, given).requires_grad_() for heads in (6, 2))
-    angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003]).repeat(2)
-    tables = angles.cos()[None].to(DEVICE), angles.sin()[None].to(DEVICE)
+    angles = torch.tensor(positions)[..., None] * torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003]).repeat(2)
+    tables = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
     wide = [x.detach().float().transpose(1, 2).requires_grad_() for x in (query, key)]
     for x, like, expected in zip((query, key), wide, theirs(*wide, *tables), strict=True):
         got = Rotation.apply(x, *tables, rounded)

@@ -61,6 +61,34 @@ def test_logits_and_gradients_equal_transformers(family, bounds, tiny_spec, toke
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dropout", [0.0, 1e-12], ids=["fused attention", "written out"])
+def test_records_of_a_row_have_the_losses_and_gradients_that_they_have_alone(family, dropout, tiny_spec, tokens):
+    spec = tiny_spec(family, dropout=dropout)
+    records = [[tokens[0, :7], tokens[1, :4]], [tokens[2, :1], tokens[0, 7:], tokens[1, 4:9]]]
+    rows = torch.stack([nn.functional.pad(torch.cat(row), (0, SEQ_LEN - sum(map(len, row)))) for row in records])
+    last = [torch.arange(SEQ_LEN - sum(map(len, row[:-1]))) for row in records]  # continued by the padding
+    positions = torch.stack(
+        [torch.cat([*(torch.arange(len(r)) for r in row[:-1]), end]) for row, end in zip(records, last, strict=True)]
+    )
+
+    def losses(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits, own.flip(0), reduction="sum")
+
+    packed, alone = build_all(spec, (0, 1, 4)), build_all(spec)
+    logits = packed[1](packed[0](rows, positions), positions)
+    for row, of_row in zip(records, logits, strict=True):
+        parts = of_row[: sum(map(len, row))].split([len(record) for record in row])
+        for record, part in zip(row, parts, strict=True):
+            loss, expected = losses(part, record), losses(alone[0](record[None])[0], record)
+            assert abs(float(loss.detach() - expected.detach())) < 1e-5 * len(record)
+            loss.backward(retain_graph=True)
+            expected.backward()
+    gradients = {name: p.grad for name, p in parameters_of(packed).items()}
+    for name, parameter in parameters_of(alone).items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_cut_divides_the_parameters_and_changes_no_random_weight(family, tiny_spec):
     spec = tiny_spec(family)
     whole = parameters_of(build_all(spec))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +102,28 @@ def test_a_tensor_whose_numbers_are_missing_is_refused(sides):
     lower.send(FIRST, noise())
     with pytest.raises(CodecError):
         upper.receive(FIRST)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 0], list(range(11))])
+
+
+@pytest.mark.parametrize(("purpose", "spec"), [(Purpose.TRAIN, "tah"), (Purpose.EVAL_RAW, "raw:dtype=fp32")])
+def test_activation_of_packed_rows_carries_positions_and_others_do_not(purpose, spec):
+    lower, upper = cut_sides(lambda: codec_table("tah", "eden"), sends_positions=True)
+    x, (packed, whole, cut) = noise(shape=(2, 11, 64)), (IDENTITY.name(0, purpose, n, FORWARD) for n in range(3))
+    lower.positions[packed] = POSITIONS
+    for number, id in enumerate((packed, whole)):
+        got = cross(lower, upper, x, purpose=purpose, micro_batch=number)
+        assert torch.equal(got, decoded(spec, x, id))
+    assert lower.positions == {}
+    assert upper.positions.keys() == {packed}
+    assert torch.equal(upper.positions[packed], POSITIONS)
+    cross(upper, lower, x, direction=BACKWARD)
+    upper.post(cut, tuple(x.shape))
+    frame, _ = lower.encoded(cut, x)
+    lower.transport.send(replace(frame, payload=frame.payload[:3]))
+    with pytest.raises(CodecError):
+        upper.receive(cut)
 
 
 def test_codec_keys_depend_on_everything_but_the_run():

@@ -1,5 +1,7 @@
 """The engine of one stage, driven by hand: what it computes, sends, and leaves behind."""
 
+import json
+
 import pytest
 import torch
 from support import schedules
@@ -138,6 +140,39 @@ def test_micro_batches_share_bf16_copies_of_weights_for_a_step(batches, checkpoi
         (summed_cross_entropy(logits, labels) / (batch.num_tokens / SHAPE.gradient_scale)).backward()
     for mine, plain in zip(module.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine.grad, plain.grad / SHAPE.gradient_scale)
+
+
+def test_packed_step_has_the_loss_and_gradients_of_its_records_alone_and_the_cut_carries_where_they_begin(tmp_path):
+    rows = [json.dumps({"prompt": "p", "response": "response"[: 1 + n % 2]}) for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    config = DataConfig(jsonl=str(tmp_path / "pairs.jsonl"), seq_len=SHAPE.seq_len, packing=True, validation=0.2)
+    dataset = load_dataset(config, load_tokenizer(config))
+    packed = BatchSource(dataset, seed=0, global_batch=6, micro_batch=2)
+    cuts = lossless_sides(sends_positions=True)
+    upper_engine = make_engine(make_slice(1, LAYERS), generate("gpipe", 2, 3).actions[1], packed, incoming=cuts[1])
+    evaluated = []
+
+    def before(step: int, action: Action) -> None:
+        if str(action) == "0B0":
+            evaluated.append(upper_engine.run_step(step))
+
+    lower_engine = make_engine(
+        make_slice(0, 1), generate("gpipe", 2, 3).actions[0], packed, outgoing=cuts[0], on_action=before
+    )
+    lower_engine.run_step(0)
+    batch, reference = packed.train(0), make_slice(0, LAYERS)
+    total = torch.tensor(0.0)
+    for tokens, labels, positions in zip(batch.tokens, batch.labels, batch.positions, strict=True):
+        sizes = positions.eq(0).nonzero().flatten().diff(append=torch.tensor([SHAPE.seq_len])).tolist()
+        for own, of_own in zip(tokens.split(sizes), labels.split(sizes), strict=True):
+            total = total + summed_cross_entropy(reference(own[None]), of_own[None])
+    (total / (batch.num_tokens / SHAPE.gradient_scale)).backward()
+    assert (batch.positions == 0).sum() > 2 * len(batch.tokens)
+    assert evaluated[0].loss_sum == pytest.approx(float(total.detach()), rel=1e-5)
+    parts = [engine.chunks[n].module.canonical_parameters() for n, engine in enumerate((lower_engine, upper_engine))]
+    for name, parameter in reference.canonical_parameters().items():
+        expected = parameter.grad / SHAPE.gradient_scale
+        torch.testing.assert_close((parts[0] | parts[1])[name].grad, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_evaluation_touches_no_gradient_and_counts_each_token_once(batches):

@@ -26,8 +26,8 @@ def cut_sides(make_table: Callable[[], CodecTable], identity=IDENTITY, **options
     return lower, upper
 
 
-def lossless_sides(identity=IDENTITY) -> tuple[Boundary, Boundary]:
-    return cut_sides(lambda: codec_table("raw:dtype=fp32", "raw:dtype=fp32"), identity)
+def lossless_sides(identity=IDENTITY, **options) -> tuple[Boundary, Boundary]:
+    return cut_sides(lambda: codec_table("raw:dtype=fp32", "raw:dtype=fp32"), identity, **options)
 
 
 def cross(

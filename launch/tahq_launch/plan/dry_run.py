@@ -25,7 +25,7 @@ from tahq.config.stage_estimate import (
     stage_estimate,
     with_memory_choices,
 )
-from tahq.data.dataset import load_dataset, shown_samples
+from tahq.data.dataset import RecordDataset, load_dataset, shown_samples
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError, DataError
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -147,13 +147,17 @@ class _DryRun:
 
     def _samples(self) -> str:
         """The first records as the model sees them; none where the data is not on this machine."""
-        if self.config.data.jsonl is None:
+        data = self.config.data
+        if data.jsonl is None:
             return ""
         try:
-            samples = shown_samples(self.config.data, load_tokenizer(self.config.data))
+            tokenizer = load_tokenizer(data)
+            dataset = load_dataset(data, tokenizer, self.config.training.global_batch)
         except DataError as error:
             return f"Samples: not shown here: {error}"
-        return "Samples; what has no loss is in ⟦brackets⟧\n" + "\n".join(map(repr, samples))
+        assert isinstance(dataset, RecordDataset)
+        samples = map(repr, shown_samples(dataset, tokenizer))
+        return "\n".join(["Samples; what has no loss is in ⟦brackets⟧", *samples, dataset.summary, *dataset.notes])
 
     def _layers(self) -> str:
         rows = []
@@ -363,7 +367,8 @@ def codec_memory(config: ClusterConfig, spec: ModelSpec) -> str:
 
 def seen_samples(config: ClusterConfig) -> int:
     """Training samples that a run will see: an epoch's, or fewer if the run is shorter than an epoch."""
-    num_samples = load_dataset(config.data, load_tokenizer(config.data)).num_train_samples
+    dataset = load_dataset(config.data, load_tokenizer(config.data), config.training.global_batch)
+    num_samples = dataset.num_train_samples
     steps, epochs = config.training.steps, config.training.epochs
     if steps is not None:
         return min(num_samples, steps * config.training.global_batch)

@@ -95,6 +95,8 @@ class Hello:
     """Number of the first sample that I would train on, over all epochs; 0 for a new run, or without data."""
     arithmetic_changes: list[str] = field(default_factory=list)
     """How this machine's arithmetic differs from the checkpoint's; with any, the run is no longer exact."""
+    data_notes: list[str] = field(default_factory=list)
+    """What the user should know of the data, such as how many samples are cut."""
     start_step: int = 0
     """Steps behind the checkpoint that I begin at."""
     memory_nbytes: int = 0

@@ -106,7 +106,7 @@ def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list
 
 
 def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
-    """Warnings about differences that make the run inexact: torch's version, arithmetic unlike the checkpoint's."""
+    """Warnings: torch's versions differ, or arithmetic and the checkpoint's; and what the first stage says of data."""
     others = [other for other in seats if other.hello and other.hello.torch_version != hello.torch_version]
     lines = [
         f"stage {seat.stage} has torch {hello.torch_version}, {other.name} has {other.hello.torch_version}: "
@@ -117,7 +117,7 @@ def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
     if hello.arithmetic_changes:
         changes = "; ".join(hello.arithmetic_changes)
         lines.append(f"{seat.name}: the continuation is no longer exact: {changes}")
-    return lines
+    return [*lines, *(hello.data_notes if seat.stage == 0 else ())]
 
 
 def assignment(

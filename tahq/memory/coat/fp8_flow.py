@@ -83,9 +83,10 @@ class CoatBlock(nn.Module):
         attention_mask: torch.Tensor | None,
         deferred: DeferredGradients | None = None,
     ) -> torch.Tensor:
-        """Hidden states [B, S, C] to [B, S, C] in the same dtype; `position_embeddings`: cosine and sine [1, S, D].
+        """Hidden states [B, S, C] to [B, S, C] in the same dtype.
 
-        `deferred`: where the backward leaves the weights' gradients; None: it computes them.
+        `position_embeddings`: cosine and sine, [1 or B, S, D]. `deferred`: where the backward leaves the weights'
+        gradients; None: it computes them.
         """
         flow = _Flow(kernels_for(hidden.device), product_dtype(hidden), self._config.backward_products, deferred)
         norm = self.input_layernorm

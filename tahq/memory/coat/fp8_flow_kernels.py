@@ -271,7 +271,7 @@ def gated_gradient_kernel(
 
 @triton.jit
 def rotary_kernel(
-    x, cosine, sine, rotated, positions, heads, half,
+    x, cosine, sine, rotated, angles, heads, half,
     SIGN: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """All heads of a token: pairs of channels (i, i + half) rotated by the position's angles; SIGN −1: rotated back.
@@ -283,7 +283,7 @@ def rotary_kernel(
     pair = tl.arange(0, D)[None, :]
     is_real = (head < heads) & (pair < half)
     at = (token * heads + head) * (2 * half) + pair
-    angle = (token % positions) * (2 * half) + pair
+    angle = (token % angles) * (2 * half) + pair
     is_angle = pair < half
     first = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
     second = tl.load(x + at + half, mask=is_real, other=0.0).to(tl.float32)

@@ -162,11 +162,12 @@ def rotated(
     """See the reference; within a rounding of fp32."""
     values = x.contiguous()
     batch, positions, heads, channels = values.shape
+    angles = cosine.shape[:-1].numel()  # of one sample's positions, or of each sample's
     result, half = torch.empty_like(values, dtype=dtype), channels // 2
     blocks = {"H": _power_of_two(heads), "D": _power_of_two(half)}
     launch(
         kernels.rotary_kernel, batch * positions,
-        values, cosine.contiguous(), sine.contiguous(), result, positions, heads, half,
+        values, cosine.contiguous(), sine.contiguous(), result, angles, heads, half,
         SIGN=-1 if transposed else 1, **blocks, num_warps=4,
     )  # fmt: skip
     return result

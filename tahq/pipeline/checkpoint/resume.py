@@ -235,6 +235,11 @@ def _sequence_fits(old: Config, new: Config) -> bool:
     return longest is None or int(_get(new, "data.seq_len")) <= longest
 
 
+def _packing(config: Config) -> object:
+    """`data.packing` of records; checkpoints of version 0.1 have none, and records are padded."""
+    return False if _get(config, "data.jsonl") is None else _get(config, "data.packing") or False
+
+
 def _activations(config: Config) -> str:
     return str(_get(config, "memory.activations") or "none")
 
@@ -295,6 +300,11 @@ RULES: Mapping[str, KeyRule] = {
         Verdict.INEXACT,
         "samples are cut differently, up to the model's length",
         allowed_if=_sequence_fits,
+    ),
+    "data.packing": KeyRule(
+        Verdict.REFUSED,
+        "records would be in other rows",
+        (lambda old, new: _packing(old) == _packing(new), "records are in the same rows"),
     ),
     "training.steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
     "training.epochs": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
