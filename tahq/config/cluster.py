@@ -57,6 +57,7 @@ _OTHER_NAMES = {
     "data.text, data.tokens or data.jsonl, local files": "datasets dataset dataset_name train_file",
     "data.jsonl, whose lines may be chats; the template is the tokenizer's": "messages conversations chat_template",
     "data.packing, which is on where records are many": "sample_packing multipack neat_packing pack_sequences",
+    "data.truncation: end, start, drop or error": "excess_length_strategy truncation_mode truncation_side",
     "data.packing; rows have one length": "pad_to_sequence_len pad_to_max_length group_by_length length_column_name",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
     "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",

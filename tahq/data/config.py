@@ -37,6 +37,8 @@ class DataConfig(Section):
     packing: Literal["auto"] | bool = "auto"
     """Several records of `jsonl` in a row of `seq_len` tokens, which do not see each other; a row then counts as a
     sample. `auto`: if an epoch still has 100 steps. `false`: each record is padded to `seq_len`."""
+    truncation: Literal["end", "start", "drop", "error"] = "end"
+    """Of a record that is longer than `seq_len`: cut its `end`, or its `start`; `drop` it; or end with an `error`."""
     tokenizer: str = Field(default="bytes", min_length=1)
     """`bytes` (one token per byte), a local Hugging Face folder, a tokenizer.json, or a name on the Hub. Not set
     beside `model.path`: that model's."""

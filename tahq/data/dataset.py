@@ -178,7 +178,7 @@ class RecordDataset(Dataset):
     """Records of texts with loss on some of their parts, one or several per row.
 
     The tokens of all records lie end to end, each with whether it is a label with loss: record i is
-    tokens[starts[i]:starts[i + 1]], of which a row has counts[i] tokens. Row i has the records
+    tokens[starts[i]:starts[i + 1]], of which a row has counts[i] tokens from begins[i] on. Row i has the records
     members[row_starts[i]:row_starts[i + 1]].
     """
 
@@ -193,11 +193,12 @@ class RecordDataset(Dataset):
         training, validation = self._usable(records, config)
         rows = self._packed(training, validation, config, global_batch)
         self.is_packed = rows is not None
+        rules = ["packed"] * self.is_packed + [config.truncation] * (config.truncation != "end")
+        if rules:  # else as before there were any
+            self.fingerprint = hash_documents([self.fingerprint, *rules])
         if rows is None:
-            self._counts = np.minimum(np.diff(self._starts), self.seq_len)
+            self._counts = np.minimum(self._starts[1:] - self._begins, self.seq_len)
             rows = [[[number] for number in numbers] for numbers in (training, validation)]
-        else:
-            self.fingerprint = hashlib.blake2b(f"{self.fingerprint} packed".encode(), digest_size=16).hexdigest()
         self.num_train_samples, self.num_validation_samples = map(len, rows)
         self._members = np.array([number for part in rows for row in part for number in row], dtype=np.int64)
         self._row_starts = np.cumsum([0, *(len(row) for part in rows for row in part)], dtype=np.int64)
@@ -211,12 +212,23 @@ class RecordDataset(Dataset):
         return f"{len(members):,} records to train on in {rows}, of which {filled:.0%} are filled"
 
     def _usable(self, records: Sequence[Record], config: DataConfig) -> tuple[I64, I64]:
-        """Numbers of the records to train on and to validate with: those with a label with loss within `seq_len`."""
-        begins = [np.flatnonzero(self._scored[a:b]) for a, b in pairwise(self._starts)]
-        first = np.array([each[0] if len(each) else self.seq_len + 1 for each in begins])
-        last = np.array([each[-1] if len(each) else 0 for each in begins])
-        usable = first <= self.seq_len
-        self._counts = np.minimum(last, self.seq_len)
+        """Numbers of the records to train on and to validate with: those with a label with loss that is not cut off.
+
+        Sets `_begins` and `_counts`: the tokens up to the last label, those that `data.truncation` cuts left out.
+        """
+        scored = [np.flatnonzero(self._scored[a:b]) for a, b in pairwise(self._starts)]
+        first = np.array([each[0] if len(each) else self.seq_len + 1 for each in scored])
+        last = np.array([each[-1] if len(each) else 0 for each in scored])
+        is_long, drops = last > self.seq_len, config.truncation == "drop"
+        if config.truncation == "error" and is_long.any():
+            place, length = records[int(is_long.argmax())].place, int(last[is_long.argmax()])
+            raise DataError(
+                f"{place}: {length} tokens are longer than data.seq_len {self.seq_len}, as are {is_long.sum() - 1} "
+                "other records, and data.truncation is error; raise seq_len, or use end, start or drop"
+            )
+        skipped = np.where(is_long & (config.truncation == "start"), last - self.seq_len, 0)
+        self._begins, self._counts = self._starts[:-1] + skipped, np.minimum(last, self.seq_len)
+        usable = (first <= skipped + self.seq_len) & ~(is_long & drops)
         held_out = np.zeros(len(records), dtype=bool)
         held_out[split_records(len(records), config.validation)] = True
         training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
@@ -226,12 +238,14 @@ class RecordDataset(Dataset):
                 f"within seq_len {self.seq_len}, and {len(validation)} of these are held out for validation"
             )
         if not usable.all():
+            fault = "they are longer than" if drops else "their prompt fills"
             self.notes.append(
-                f"{(~usable).sum()} of {len(records)} records are left out, because their prompt fills seq_len "
-                f"{self.seq_len} or their response is empty; first {records[int(usable.argmin())].place}"
+                f"{(~usable).sum()} of {len(records)} records are left out, because {fault} seq_len {self.seq_len} or "
+                f"their response is empty; first {records[int(usable.argmin())].place}"
             )
-        if num_cut := int((usable & (last > self.seq_len)).sum()):
-            self.notes.append(f"{num_cut} of {len(records)} responses are cut at seq_len {self.seq_len}")
+        if num_cut := int((usable & is_long).sum()):
+            end = "beginnings" if config.truncation == "start" else "responses"
+            self.notes.append(f"{num_cut} of {len(records)} {end} are cut at seq_len {self.seq_len}")
         return training, validation
 
     def _packed(
@@ -281,7 +295,7 @@ class RecordDataset(Dataset):
         for row, number in enumerate(sample_ids):
             place = 0
             for record in self._records_of(number):
-                begin, count = self._starts[record], self._counts[record]
+                begin, count = self._begins[record], self._counts[record]
                 own = self._tokens[begin : min(begin + count + 1, self._starts[record + 1])].astype(np.int64)
                 scored = self._scored[begin + 1 : begin + len(own)]
                 tokens[row, place : place + count] = own[:count]

@@ -180,6 +180,34 @@ def test_pair_without_room_for_its_response_is_left_out_with_its_line(load, capl
     assert dataset.gather(np.array([1]))[0][0, 0] == ord("c")
 
 
+@pytest.mark.parametrize(
+    ("truncation", "expected", "note"),
+    [
+        ("end", [(b"abcd", b"..de"), (b"x", b"y")], "1 of 2 responses are cut at seq_len 4"),
+        ("start", [(b"defg", b"efg\0"), (b"x", b"y")], "1 of 2 beginnings are cut at seq_len 4"),
+        ("drop", [(b"x", b"y")], "1 of 2 records are left out, because they are longer than seq_len 4 or their resp"),
+    ],
+)
+@pytest.mark.parametrize("packing", [False, True])
+def test_record_that_is_too_long_is_cut_or_dropped_as_configured(load, truncation, expected, note, packing):
+    records = [pair("abc", "defg"), pair("x", "y")]
+    dataset = load(records, seq_len=4, truncation=truncation, packing=packing)
+    tokens, labels = dataset.gather(np.arange(dataset.num_train_samples))
+    for (own, of_own), row, of_row in zip(expected, tokens, labels, strict=True):
+        assert bytes(row[: len(own)].astype(np.uint8)) == own
+        scored = "".join("." if label == -100 else chr(label) for label in of_row[: len(of_own)])
+        assert scored.encode() == of_own
+    assert dataset.notes[0].startswith(note)
+    prints = {load(records, seq_len=4, truncation=each, packing=packing).fingerprint for each in (truncation, "end")}
+    assert len(prints) == (1 if truncation == "end" else 2)
+
+
+def test_record_that_is_too_long_is_an_error_where_that_is_asked_for(load):
+    with pytest.raises(DataError, match=r"pairs.jsonl:2: 7 tokens are longer than data.seq_len 4, as are 0 other"):
+        load([pair("x", "y"), pair("abc", "defg")], seq_len=4, truncation="error")
+    assert load([pair("x", "y")], seq_len=4, truncation="error").num_train_samples == 1
+
+
 def test_no_pair_left_is_refused_with_numbers(load):
     with pytest.raises(
         DataError, match="none of 3 records is left to train on: 0 have a response that begins within seq_len 4"

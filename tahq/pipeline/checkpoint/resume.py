@@ -240,6 +240,10 @@ def _packing(config: Config) -> object:
     return False if _get(config, "data.jsonl") is None else _get(config, "data.packing") or False
 
 
+def _truncation(config: Config) -> object:
+    return "end" if _get(config, "data.jsonl") is None else _get(config, "data.truncation") or "end"
+
+
 def _activations(config: Config) -> str:
     return str(_get(config, "memory.activations") or "none")
 
@@ -305,6 +309,11 @@ RULES: Mapping[str, KeyRule] = {
         Verdict.REFUSED,
         "records would be in other rows",
         (lambda old, new: _packing(old) == _packing(new), "records are in the same rows"),
+    ),
+    "data.truncation": KeyRule(
+        Verdict.REFUSED,
+        "records would be cut in another place",
+        (lambda old, new: _truncation(old) == _truncation(new), "records are cut in the same places"),
     ),
     "training.steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
     "training.epochs": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
