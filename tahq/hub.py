@@ -1,4 +1,4 @@
-"""Models and tokenizers by their names on the Hugging Face Hub, through huggingface_hub.
+"""Models, tokenizers and datasets by their names on the Hugging Face Hub, through huggingface_hub.
 
 ``NAME@REVISION`` names a branch, tag or commit; without, it is main. Token, endpoint, cache and offline mode are those
 of that library (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE). Its cache keeps the files, each commit's in one
@@ -9,14 +9,26 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from tahq.errors import ModelError
+import yaml
+
+from tahq.errors import DataError, ModelError
+
+Kind = Literal["model", "dataset"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _PINNED: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40}")
+DATA_FILES: Final = (".jsonl", ".json", ".parquet", ".arrow")
+"""Endings of files of records."""
+_OTHER_SPLITS: Final = re.compile(r"(?<![a-z])(test|testing|valid|validation|val|dev|eval|evaluation)(?![a-z])")
+_WORDS: Final[dict[Kind, tuple[str, str, type[ModelError | DataError]]]] = {
+    "model": ("model.path", "no folder here", ModelError),
+    "dataset": ("data.records", "no path here (of other machines write ./PATH)", DataError),
+}
 _SMALL: Final = ["*.json", "*.txt", "*.model", "*.jinja"]
 """Configuration, tokenizer, and the index of the weights."""
 
@@ -26,18 +38,19 @@ def is_hub_name(path: str) -> bool:
     return bool(_PINNED.fullmatch(path))
 
 
-def pinned(path: str) -> str:
-    """The path of a folder here, or what is no name; ``NAME@COMMIT`` for ``NAME`` or ``NAME@REVISION`` on the Hub.
+def pinned(path: str, kind: Kind = "model") -> str:
+    """A path here, or what is no name; ``NAME@COMMIT`` for ``NAME`` or ``NAME@REVISION`` on the Hub.
 
     For the machine that starts a run: on others a folder may be missing, and must not be taken for a name.
 
     Raises:
-        ModelError: the Hub has no such model, or does not give it to this user, or cannot be reached.
+        ModelError, DataError: the Hub has none of this name, or does not give it to this user, or cannot be reached.
     """
-    if is_hub_name(path) or not _NAME.fullmatch(path) or os.path.exists(os.path.expanduser(path)):
+    is_file = kind == "dataset" and path.endswith(DATA_FILES)
+    if is_file or is_hub_name(path) or not _NAME.fullmatch(path) or os.path.exists(os.path.expanduser(path)):
         return path
     name, revision = _parts(path)
-    return f"{name}@{_small_files(name, revision).name}"
+    return f"{name}@{_small_files(name, revision, kind).name}"
 
 
 def local_folder(path: str) -> Path:
@@ -79,12 +92,77 @@ def download(path: str, file: str, told: Callable[[int, int], None] = lambda don
         return Path(hf_hub_download(name, file, revision=revision, tqdm_class=Progress))
 
 
+def dataset_files(path: str, subset: str | None, split: str | None) -> list[Path]:
+    """The files of a dataset ``NAME@COMMIT`` that hold a split, downloaded if they are not here, in order.
+
+    They are those that the dataset's README lists for it; without such a list those with the split's name in theirs, or
+    for `train`, if there are none, all that have no other split's name.
+
+    Raises:
+        DataError: there is no such split or subset, or the Hub does not give it.
+    """
+    split = split or "train"
+    listed = _listed(_small_files(*_parts(path), "dataset") / "README.md", path, subset, split)
+    if listed is not None:
+        found = _fetched(path, listed)
+    else:
+        place = f"{subset}/*" if subset else "*"
+        found = _fetched(path, [f"{place}{split}*{suffix}" for suffix in DATA_FILES])
+        if not found and split == "train":
+            found = _fetched(path, [place + suffix for suffix in DATA_FILES], _OTHER_SPLITS)
+    if not found:
+        where = f"the split {split} of its subset {subset}" if subset else f"the split {split}"
+        raise DataError(
+            f"data.records {path} has no file of {where} that ends with {', '.join(DATA_FILES)}; set data.split or "
+            "data.subset to what it has, or download it and name its files"
+        )
+    return found
+
+
+def _listed(readme: Path, path: str, subset: str | None, split: str) -> list[str] | None:
+    """The patterns of files that a dataset's README has for a split; None: it lists none."""
+    head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.exists() else None
+    try:
+        front = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        return None
+    configs = front.get("configs") if isinstance(front, dict) else None
+    listed = [each for each in configs or () if isinstance(each, dict) and "data_files" in each]
+    by_name = {str(each.get("config_name", "default")): each["data_files"] for each in listed}
+    if not by_name:
+        return None
+    marked = [name for name, each in zip(by_name, listed, strict=True) if each.get("default")]
+    chosen = subset or ([*by_name] if len(by_name) == 1 else marked or ["default"])[0]
+    if chosen not in by_name:
+        raise DataError(f"data.records {path} has the subsets {', '.join(by_name)}; set data.subset to one of them")
+    files = by_name[chosen]
+    of_splits = files if isinstance(files, list) and isinstance(files[0], dict) else [{"split": "train", "path": files}]
+    by_split = {str(each.get("split")): each.get("path") for each in of_splits}
+    if split not in by_split:
+        raise DataError(f"data.records {path} has the splits {', '.join(by_split)}; set data.split to one of them")
+    patterns = by_split[split]
+    return [str(each) for each in (patterns if isinstance(patterns, list) else [patterns])]
+
+
+def _fetched(path: str, patterns: list[str], but: re.Pattern[str] | None = None) -> list[Path]:
+    """The files of a dataset that match, downloaded if they are not here."""
+    from huggingface_hub import snapshot_download
+
+    name, revision = _parts(path)
+    with _in_one_line(path, "dataset"):
+        folder = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    kept = [n for n in names if n.endswith(DATA_FILES) and any(fnmatch(n, pattern) for pattern in patterns)]
+    return [folder / name for name in kept if not (but and but.search(name.lower()))]
+
+
 @cache
-def _small_files(name: str, revision: str) -> Path:
+def _small_files(name: str, revision: str, kind: Kind = "model") -> Path:
     from huggingface_hub import snapshot_download  # imports a web client
 
-    with _in_one_line(name):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL))
+    patterns = _SMALL if kind == "model" else ["README.md"]
+    with _in_one_line(name, kind):
+        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns))
 
 
 def _parts(path: str) -> tuple[str, str]:
@@ -93,31 +171,30 @@ def _parts(path: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _in_one_line(path: str) -> Iterator[None]:
+def _in_one_line(path: str, kind: Kind = "model") -> Iterator[None]:
     from huggingface_hub import errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
+    key, place, refused = _WORDS[kind]
     try:
         yield
     except errors.GatedRepoError as error:
-        raise ModelError(
-            f"model.path {path}: the Hub gives it only to users who have accepted its licence there; then `hf auth "
+        raise refused(
+            f"{key} {path}: the Hub gives it only to users who have accepted its licence there; then `hf auth "
             "login`, or HF_TOKEN in the environment, on each host"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"model.path {path} is no folder here, and the Hub has no such model, or a private one, which needs `hf "
+        raise refused(
+            f"{key} {path} is {place}, and the Hub has no such {kind}, or a private one, which needs `hf "
             "auth login` on each host"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelError(f"model.path {path}: the Hub has no such revision of this model") from error
+        raise refused(f"{key} {path}: the Hub has no such revision of this {kind}") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"model.path {path} is no folder here, nor in the cache, and the Hub cannot be reached"
-        ) from error
+        raise refused(f"{key} {path} is {place}, nor in the cache, and the Hub cannot be reached") from error
     except errors.NotASafetensorsRepoError as error:
-        raise ModelError(f"model.path {path} has no safetensors; pickled weights are never opened") from error
+        raise refused(f"{key} {path} has no safetensors; pickled weights are never opened") from error
     except (errors.HfHubHTTPError, errors.SafetensorsParsingError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"model.path {path} is no folder here, and the Hub does not give it: {reason}") from error
+        raise refused(f"{key} {path} is {place}, and the Hub does not give it: {reason}") from error

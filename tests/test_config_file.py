@@ -194,7 +194,7 @@ def test_wrong_override_is_named(file, text, override, message):
         ("training.global_batch=9", "cluster.yaml:9", "training: global_batch 9 is not divisible by micro_batch 2"),
         (
             *("data.tokens=a.bin", "cluster.yaml:7"),
-            "data: needs exactly one of text, tokens, jsonl; got text and tokens; null takes one away",
+            "data: needs exactly one of text, tokens, records; got text and tokens; null takes one away",
         ),
     ],
 )

@@ -34,7 +34,7 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
             13,
             "links.cap_up: 60% is a share of a rate, and with hosts: local no rate",
         ),
-        ("text: stdlib", "seq_len: 5", 7, "data: needs exactly one of text, tokens, jsonl; got none"),
+        ("text: stdlib", "seq_len: 5", 7, "data: needs exactly one of text, tokens, records; got none"),
         ("hosts: local", "pipeline:\n  stages: 5", 16, "pipeline.stages 5 is above model.num_layers 4"),
         (
             "100mbit",
@@ -59,7 +59,11 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
             "save_steps: 10",
             "training.save_steps is not a key of training; use run.checkpoint_every, in st",
         ),
-        ("text: stdlib", "messages: chat.jsonl", "data.messages is not a key of data; use data.jsonl, whose lines may"),
+        (
+            "text: stdlib",
+            "messages: chat.jsonl",
+            "data.messages is not a key of data; use data.records, which may be chats",
+        ),
         ("steps: 10", "save_total_limit: 3", "training.save_total_limit is not a key of training; use run.keep_check"),
         ("hosts: local", "adapter: lora", "adapter is not a section of a configuration; use full training; adapters"),
     ],
@@ -155,7 +159,7 @@ VALUES = [
 ]
 KEYS = [
     ("data.lr=1", "data.lr is not a key of data; did you mean training.lr?"),
-    ("data.zzz=1", "data.zzz is not a key of data; known are text, tokens, tokens_dtype, jsonl"),
+    ("data.zzz=1", "data.zzz is not a key of data; known are text, tokens, tokens_dtype, records"),
     ("emulate.hosts={host1: {upp: 1mbit}}", "emulate.hosts.host1.upp is not a key of emulate.hosts.host1"),
     ("emulate.pairs=[{between: [a b, c]}]", "emulate.pairs.0.between.0: expected at most 32 letters"),
     ("hosts=[{address: a, ssh: -oX}]", "hosts.0.ssh: expected [user@]host for ssh; got '-oX'"),
@@ -203,9 +207,9 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
         ),
         (
             ["training.seq_len_schedule=[[64, 2]]", "data.text=null", "data.jsonl=b"],
-            "training.seq_len_schedule cuts samples, but those of data.jsonl are a prompt and its response",
+            "training.seq_len_schedule cuts samples, but those of data.records are a prompt and its response",
         ),
-        (["data.jsonl=b"], "data: needs exactly one of text, tokens, jsonl; got text and jsonl; null takes"),
+        (["data.jsonl=b"], "data: needs exactly one of text, tokens, records; got text and records; null takes"),
         (["model.path=folder"], "model: with a path the folder's config.json gives family, num_layers, hidden_size"),
         (["model.family=null"], "model: needs family, or a path to a folder with config.json and safetensors"),
         (["model.max_seq_len=99", "data.seq_len=256"], "data.seq_len 256 is longer than model.max_seq_len 99"),

@@ -58,7 +58,7 @@ _FINETUNE = """\
 # A downloaded model learns to answer.
 model: {{path: {model}}}  # config.json and *.safetensors
 data:
-  jsonl: {data}  # one {{"prompt": "…", "response": "…"}} per line; the loss is on the response
+  records: {data}  # one {{"prompt": "…", "response": "…"}} per line; the loss is on the response
   seq_len: 512
   validation: 0.02
 training:

@@ -51,11 +51,13 @@ _OTHER_NAMES = {
     "run.name": "run_name",
     "memory.recompute, such as block": "gradient_checkpointing activation_checkpointing",
     "data.seq_len, in tokens": "sequence_len max_seq_length max_length block_size seq_length context_length cutoff_len",
+    "data.split": "dataset_split dataset_train_split",
+    "data.subset": "dataset_config_name dataset_config",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "data.validation, a share of the data": "val_set_size validation_split",
     "model.path, a folder or Hub name": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
-    "data.text, data.tokens or data.jsonl, local files": "datasets dataset dataset_name train_file",
-    "data.jsonl, whose lines may be chats; the template is the tokenizer's": "messages conversations chat_template",
+    "data.text, data.tokens or data.records, files or a name on the Hub": "datasets dataset dataset_name train_file",
+    "data.records, which may be chats; the template is the tokenizer's": "messages conversations chat_template",
     "data.packing, which is on where records are many": "sample_packing multipack neat_packing pack_sequences",
     "data.truncation: end, start, drop or error": "excess_length_strategy truncation_mode truncation_side",
     "data.packing; rows have one length": "pad_to_sequence_len pad_to_max_length group_by_length length_column_name",
@@ -473,10 +475,10 @@ class ClusterConfig(Section):
                     f"training.seq_len_schedule: {[length, last]} cuts samples of data.seq_len {self.data.seq_len} "
                     f"tokens into pieces of {length}; give a smaller length that divides it"
                 )
-        if self.training.seq_len_schedule and self.data.jsonl is not None:
+        if self.training.seq_len_schedule and self.data.records is not None:
             raise ValueError(
-                "training.seq_len_schedule cuts samples, but those of data.jsonl are a prompt and its response, which "
-                "would not see its prompt; remove it, or use data.text or data.tokens"
+                "training.seq_len_schedule cuts samples, but those of data.records are a prompt and its response, "
+                "which would not see its prompt; remove it, or use data.text or data.tokens"
             )
         if self.data.tokenizer == "bytes" and vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
             raise ValueError(

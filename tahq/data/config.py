@@ -18,7 +18,7 @@ Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
 
 
 class DataConfig(Section):
-    """The training data: one of `text`, `tokens` and `jsonl`, cut into samples of `seq_len` tokens.
+    """The training data: one of `text`, `tokens` and `records`, cut into samples of `seq_len` tokens.
 
     The first and the last stage read it, so both machines need it.
 
@@ -31,11 +31,16 @@ class DataConfig(Section):
     """Flat files of token ids, memory-mapped."""
     tokens_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of an id in the token files, little-endian."""
-    jsonl: Paths | None = None
-    """Files with one object per line: prompt and response, instruction, input and output, messages, or text. The loss
-    is on responses."""
+    records: Paths | None = None
+    """Files of records (.jsonl, .json, .parquet, .arrow), or datasets on the Hub (`OWNER/NAME`, `OWNER/NAME@REVISION`).
+    A record has prompt and response, instruction, input and output, messages, or text; the loss is on responses. Also
+    called `jsonl`."""
+    split: str | None = Field(default=None, min_length=1)
+    """Part of datasets on the Hub. Not set: `train`."""
+    subset: str | None = Field(default=None, min_length=1)
+    """Configuration of datasets on the Hub that have several."""
     packing: Literal["auto"] | bool = "auto"
-    """Several records of `jsonl` in a row of `seq_len` tokens, which do not see each other; a row then counts as a
+    """Several `records` in a row of `seq_len` tokens, which do not see each other; a row then counts as a
     sample. `auto`: if an epoch still has 100 steps. `false`: each record is padded to `seq_len`."""
     truncation: Literal["end", "start", "drop", "error"] = "end"
     """Of a record that is longer than `seq_len`: cut its `end`, or its `start`; `drop` it; or end with an `error`."""
@@ -51,13 +56,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
-        given = [name for name in ("text", "tokens", "jsonl") if getattr(self, name) is not None]
+        given = [name for name in ("text", "tokens", "records") if getattr(self, name) is not None]
         if len(given) != 1:
             got = f"{' and '.join(given)}; null takes one away" if given else "none"
-            raise ValueError(f"needs exactly one of text, tokens, jsonl; got {got}")
+            raise ValueError(f"needs exactly one of text, tokens, records; got {got}")
         return self
 
     @property
     def may_be_packed(self) -> bool:
         """Whether rows may hold several records."""
-        return self.jsonl is not None and self.packing is not False
+        return self.records is not None and self.packing is not False

@@ -1,7 +1,7 @@
 """Samples of `seq_len` tokens with their labels, numbered: training first, then validation.
 
 labels[b, s] is the token that follows tokens[b, s], or −100 where there is no loss. Samples of text and token files are
-consecutive windows: each token is an input once and a label once. Each record of JSON Lines files (`records.py`) is cut
+consecutive windows: each token is an input once and a label once. Each record (`records.py`) is cut
 at `seq_len`: the tokens of its parts, and behind a response the end-of-document token, if the tokenizer has one. A row,
 which counts as one sample, has one record, or several that do not see each other (`packing.py`); the rest is padding,
 harmless under a causal mask and without loss. An empty prompt is replaced by the end-of-document token, so that the
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from tahq.data.config import DataConfig
 from tahq.data.packing import packed_rows
-from tahq.data.records import Record, read_records
+from tahq.data.records import Record, find_record_files, read_records
 from tahq.data.sources import as_patterns, find_files, hash_documents, read_documents
 from tahq.data.token_stream import TokenStream, cached_tokens, check_vocabulary, hash_token_files, open_token_files
 from tahq.data.tokenizer import TokenArray, Tokenizer, token_dtype
@@ -86,8 +86,8 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1
         )
         dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
-        files = find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl")
-        dataset = RecordDataset(read_records(files, tokenizer.chat_template), config, tokenizer, global_batch)
+        records = read_records(find_record_files(config), tokenizer.chat_template)
+        dataset = RecordDataset(records, config, tokenizer, global_batch)
     if config.validation > 0 and dataset.num_validation_samples == 0:
         dataset.notes.append(
             f"data.validation: a share of {config.validation:g} of so little data is less than one sample, so nothing "

@@ -1,4 +1,4 @@
-"""Lines of JSON Lines files as records: texts in order, each with loss or without.
+"""Records of files, here or on the Hub, as texts in order, each with loss or without.
 
     {"prompt": …, "response": …}                     loss on the response
     {"instruction": …, "input": …, "output": …}      the same, with Alpaca's prompt
@@ -6,19 +6,25 @@
     {"conversations": [{"from": …, "value": …}, …]}  the same, as ShareGPT names them
     {"text": …}                                      loss on everything
 
-Other keys are ignored. An assistant's turn is what the template writes behind its generation prompt, up to the special
-token that ends it.
+Files are JSON Lines, a JSON array, Parquet or Arrow. Other keys are ignored. An assistant's turn is what the template
+writes behind its generation prompt, up to the special token that ends it.
 """
 
+import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tahq.data.sources import FoundFile, read_bytes
+from tahq.data.config import DataConfig
+from tahq.data.sources import FoundFile, as_patterns, find_files, read_bytes
 from tahq.errors import DataError, brief
+from tahq.hub import DATA_FILES, dataset_files, is_hub_name
 
 _KINDS = "prompt and response, instruction and output, messages, conversations, or text"
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What `datasets` writes beside records."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _ALPACA = (
     "Below is an instruction that describes a task{pairing}. Write a response that appropriately completes the "
@@ -35,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A line; `ends`: whether the end-of-document token follows, with loss. `place`: ``file:line``, for messages."""
+    """Its parts; `ends`: whether the end-of-document token follows, with loss. `place`: ``file:line``, for messages."""
 
     parts: tuple[Part, ...]
     ends: bool
@@ -66,16 +72,24 @@ class ChatTemplate:
                     f"{place}: the chat template writes what precedes message {number} in another way before a later "
                     "message, so that the loss on the assistant's turns cannot be placed"
                 )
-            content = str(message.get("content") or "").strip()
-            found = whole.find(content, len(before)) if content else -1
-            if found < 0:
-                raise DataError(f"{place}: the chat template does not write the content of message {number}")
-            end = self._end.match(whole, found + len(content))
-            stop = end.end() if end else found + len(content)
+            if message.get("tool_calls"):
+                alone = self._rendered(messages[: number + 1], tools, place)
+                stop = _end_of_calls(whole, before, alone, message["tool_calls"])
+            else:
+                stop = self._end_of_content(whole, before, message["content"].strip())
+            if not stop:
+                what = "tool calls" if message.get("tool_calls") else "content"
+                raise DataError(f"{place}: the chat template does not write the {what} of message {number}")
             parts += [Part(whole[written : len(before)], False), Part(whole[len(before) : stop], True)]
             written = stop
         parts.append(Part(whole[written:], False))
         return tuple(part for part in parts if part.text)
+
+    def _end_of_content(self, whole: str, before: str, content: str) -> int:
+        """Where the turn behind `before` ends in the whole conversation; 0: its content is not there."""
+        found = whole.find(content, len(before)) if content else -1
+        end = self._end.match(whole, found + len(content))
+        return 0 if found < 0 else end.end() if end else found + len(content)
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Any, place: str, *, add_generation_prompt: bool = False
@@ -95,28 +109,106 @@ class ChatTemplate:
         return str(text[0][0] if isinstance(text, tuple) else text[0])
 
 
-def read_records(files: Sequence[FoundFile], template: ChatTemplate | None, most: int | None = None) -> list[Record]:
-    """The records of JSON Lines files, in order; blank lines are skipped. `most`: only so many; None: all.
+def _end_of_calls(whole: str, before: str, alone: str, calls: list[Any]) -> int:
+    """Where the turn behind `before` ends, which has tool calls; 0: they are not there.
 
-    `template`: of chats; None: the tokenizer has none. DataError: a line is malformed, or all are empty.
+    `alone`: the conversation up to this turn. A template may begin its last turn in another way, with thoughts, so that
+    the turn in the whole may be the end of this one.
     """
-    records: list[Record] = []
-    for file in files:
-        for number, line in enumerate(read_bytes(file.path).split(b"\n"), start=1):
-            if line.strip():
-                records.append(_parsed(line, f"{file.path}:{number}", template))
-            if len(records) == most:
-                return records
+    turn, head = alone.removeprefix(before).rstrip(), re.escape(whole[len(before) :][:8])
+    ends = (turn[match.start() :] for match in re.finditer(head, turn))
+    found = next((end for end in ends if whole.startswith(end, len(before))), "")
+    return len(before) + len(found) if all(call["function"]["name"] in found for call in calls) else 0
+
+
+def find_record_files(config: DataConfig) -> list[FoundFile]:
+    """The files of `data.records`; those on the Hub are downloaded.
+
+    DataError: a pattern matches nothing, or the Hub does not give a dataset or has no such part of it.
+    """
+    patterns = list[str]()
+    for each in as_patterns(config.records or ()):
+        is_there = is_hub_name(each)
+        patterns += map(str, dataset_files(each, config.subset, config.split)) if is_there else [each]
+    found = find_files(patterns, key="data.records", suffix=DATA_FILES)
+    return [file for file in found if file.path.name not in _DESCRIPTIONS] or found
+
+
+def read_records(files: Sequence[FoundFile], template: ChatTemplate | None) -> list[Record]:
+    """The records of files, in order.
+
+    `template`: of chats; None: the tokenizer has none. DataError: a record is malformed, or there are none.
+    """
+    records = [
+        _parsed(record, place, template)
+        for file in files
+        for place, record in (_read_tables if file.path.suffix in _TABLES else _read_json)(file.path)
+    ]
     if not records:
-        raise DataError(f"data.jsonl: all lines of {len(files)} files are empty, first {files[0].path}")
+        raise DataError(f"data.records: {len(files)} files have no record, first {files[0].path}")
     return records
 
 
-def _parsed(line: bytes, place: str, template: ChatTemplate | None) -> Record:
+def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    """An object per line, or one array of objects."""
+    content = read_bytes(path)
+    if content.lstrip()[:1] == b"[" and path.suffix == ".json":
+        yield from ((f"{path}, record {n}", record) for n, record in enumerate(_json(content, str(path)), start=1))
+        return
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", _json(line, f"{path}:{number}")
+
+
+def _json(content: bytes, place: str) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON: {error}") from error
+
+
+def _read_tables(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet or Arrow file, without what is null in them."""
+    try:
+        pyarrow: Any = importlib.import_module("pyarrow")
+    except ModuleNotFoundError:
+        raise DataError(f"data.records: {path} needs pyarrow; install it with: pip install 'tahq[data]'") from None
+    number = 0
+    try:
+        for batch in _batches(path):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", _without_nulls(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not {path.suffix[1:].capitalize()}: {brief(str(error))}") from error
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        yield from importlib.import_module("pyarrow.parquet").ParquetFile(path).iter_batches()
+        return
+    ipc = importlib.import_module("pyarrow.ipc")
+    with path.open("rb") as file:
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(0)
+        if is_stream:
+            yield from ipc.open_stream(file)
+        else:
+            reader = ipc.open_file(file)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column has a value, perhaps null, in every row, and so has a key of the objects in it."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
+_TABLES = (".parquet", ".arrow")
+
+
+def _parsed(record: Any, place: str, template: ChatTemplate | None) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected an object with {_KINDS}; got {type(record).__name__}")
     if "messages" in record or "conversations" in record:
@@ -151,16 +243,37 @@ def _chat(record: dict[str, Any], place: str, template: ChatTemplate | None) -> 
         if not isinstance(role, str) or not isinstance(content, str | None):
             raise DataError(f"{place}: message {number} needs a role and a content, both strings")
         _check_text(content or "", f"{place}: message {number}")
-        messages.append({**message, "role": _SHAREGPT_ROLES.get(role, role), "content": content or ""})
+        given = {**message, "role": _SHAREGPT_ROLES.get(role, role), "content": content or ""}
+        messages.append(given | _tool_calls(message, f"{place}: message {number}"))
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{place}: no message has the role assistant, so there is nothing to learn")
-    return template.parts(messages, record.get("tools"), place)
+    tools = record.get("tools")
+    return template.parts(
+        messages, _json(tools.encode(), f"{place}: tools") if isinstance(tools, str) else tools, place
+    )
+
+
+def _tool_calls(message: dict[str, Any], what: str) -> dict[str, Any]:
+    """The calls of a message in the form that templates expect, whose arguments are an object, not its JSON."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {}
+    listed = calls if isinstance(calls, list) else [calls]
+    functions: list[Any] = [call.get("function", call) if isinstance(call, dict) else None for call in listed]
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        raise DataError(f"{what}: tool_calls must be a list of objects, each with a function that has a name")
+    parsed = []
+    for call, function in zip(listed, functions, strict=True):
+        arguments = function.get("arguments", {})
+        arguments = _json(arguments.encode(), f"{what}: arguments") if isinstance(arguments, str) else arguments
+        parsed.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return {"tool_calls": parsed}
 
 
 def _text_of(record: dict[str, object], key: str, place: str) -> str:
     if key not in record:
         keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{place}: no key {key!r}, only {keys}; a line needs {_KINDS}")
+        raise DataError(f"{place}: no key {key!r}, only {keys}; a record needs {_KINDS}")
     value = record[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key} must be a string, got {type(value).__name__}")

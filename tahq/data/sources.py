@@ -39,17 +39,20 @@ def as_patterns(value: str | Sequence[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: bool = False) -> list[FoundFile]:
+def find_files(
+    patterns: Sequence[str], *, key: str, suffix: str | tuple[str, ...] = "", stdlib: bool = False
+) -> list[FoundFile]:
     """The files that patterns (files, folders, globs) match, in order, each once; DataError if a pattern matches none.
 
-    `key`: the setting's name in messages, such as `data.text`. `suffix`: required ending of files in a folder; a file
-    that is named needs none. `stdlib`: whether the pattern `stdlib` means the standard library.
+    `key`: the setting's name in messages, such as `data.text`. `suffix`: required ending of files in a folder, or
+    several; a file that is named needs none. `stdlib`: whether the pattern `stdlib` means the standard library.
     """
     found: dict[Path, FoundFile] = {}
     for pattern in patterns:
         files = _stdlib_files() if stdlib and pattern == STDLIB else _match(pattern, suffix)
         if not files and os.path.isdir(os.path.expanduser(pattern)):
-            raise DataError(f"{key}: the folder {pattern} holds no {'*' + suffix + ' ' if suffix else ''}file")
+            kinds = ", ".join(f"*{each}" for each in ((suffix,) if isinstance(suffix, str) else suffix) if each)
+            raise DataError(f"{key}: the folder {pattern} holds no {kinds or 'file'}")
         if not files:
             kind = "glob matches no file" if glob.has_magic(pattern) else "no such file or folder"
             raise DataError(f"{key}: {kind}: {pattern} (relative to {Path.cwd()})")
@@ -60,7 +63,7 @@ def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: b
     return list(found.values())
 
 
-def _match(pattern: str, suffix: str) -> list[FoundFile]:
+def _match(pattern: str, suffix: str | tuple[str, ...]) -> list[FoundFile]:
     path = Path(os.path.expanduser(pattern))
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
         return [FoundFile(path, named=True)]

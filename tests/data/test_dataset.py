@@ -85,7 +85,7 @@ def test_validation_share_below_one_sample_logs_a_warning(tmp_path, byte_dataset
 
 @pytest.mark.parametrize("section", [{}, {"text": "a", "tokens": "b"}])
 def test_section_needs_exactly_one_source(section):
-    with pytest.raises(ValueError, match="needs exactly one of text, tokens, jsonl"):
+    with pytest.raises(ValueError, match="needs exactly one of text, tokens, records"):
         DataConfig(**section)
 
 
@@ -140,7 +140,7 @@ words = st.text(st.characters(codec="ascii", exclude_characters="\0"), max_size=
 @pytest.fixture
 def load(jsonl_file, byte_dataset):
     """load(records, …): the data set of these lines, with other keys of `data:`; nothing held out."""
-    return lambda records, **keys: byte_dataset(jsonl=str(jsonl_file(records)), **({"validation": 0.0} | keys))
+    return lambda records, **keys: byte_dataset(records=str(jsonl_file(records)), **({"validation": 0.0} | keys))
 
 
 def pair(prompt: str, response: str) -> dict[str, str]:
@@ -228,7 +228,7 @@ def test_labels_are_the_response_after_the_prompt_for_any_pairs(pairs, seq_len, 
     tokenizer = Endless() if endless else BytesTokenizer()
     end = [] if endless else [0]
     records = [Record((Part(prompt, False), Part(response, True)), True, "") for prompt, response in pairs]
-    config = DataConfig(jsonl="x", seq_len=seq_len, validation=0.0)
+    config = DataConfig(records="x", seq_len=seq_len, validation=0.0)
     expected = []
     for prompt, response in pairs:
         start = list(prompt.encode()) or end
@@ -290,7 +290,7 @@ def test_malformed_line_is_refused_with_file_and_line(load, line, problem):
 
 
 def test_file_without_a_line_is_refused(load):
-    with pytest.raises(DataError, match=r"all lines of 1 files are empty, first .*pairs.jsonl"):
+    with pytest.raises(DataError, match=r"1 files have no record, first .*pairs.jsonl"):
         load(["", "  "])
 
 
@@ -304,7 +304,7 @@ def test_fingerprint_depends_on_where_prompt_and_response_meet(load):
 
 def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(jsonl_file, bpe_folder):
     path = jsonl_file([pair("Sentence 1 says", " that 1 is")])
-    config = DataConfig(jsonl=str(path), tokenizer=str(bpe_folder), seq_len=32, validation=0.0)
+    config = DataConfig(records=str(path), tokenizer=str(bpe_folder), seq_len=32, validation=0.0)
     tokenizer = load_tokenizer(config)
     tokens, labels = load_dataset(config, tokenizer).gather(np.array([0]))
     response = tokenizer.encode(" that 1 is").tolist()

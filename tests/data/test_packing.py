@@ -18,7 +18,7 @@ PAIRS = [{"prompt": f"{number}", "response": "abcdefghij"[: 1 + number % 9]} for
 @pytest.fixture
 def load(jsonl_file, byte_dataset):
     def make(records=PAIRS, **keys) -> RecordDataset:
-        return byte_dataset(jsonl=str(jsonl_file(records)), **{"validation": 0.0, "seq_len": 16} | keys)
+        return byte_dataset(records=str(jsonl_file(records)), **{"validation": 0.0, "seq_len": 16} | keys)
 
     return make
 

@@ -1,5 +1,6 @@
 """Records of other shapes than prompt and response: chats by templates, Alpaca's, plain text."""
 
+import importlib
 import json
 
 import numpy as np
@@ -26,6 +27,14 @@ QWEN_3 = (  # writes thoughts of the last turn only
     "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+CALLING = (  # as those of Qwen 3, which write thoughts of the last turn only
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m['content'] }}{% for call in m['tool_calls'] %}"
+    "{{ '<tool_call>' + call['function']['name'] + (call['function']['arguments'] | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>"]
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -50,10 +59,37 @@ def tokenizer_with(bpe_folder, tmp_path):
     return make
 
 
+@pytest.mark.parametrize("name", ["records.json", "records.parquet", "stream.arrow", "file.arrow"])
+def test_records_of_other_files_are_those_of_the_same_lines(tmp_path, tokenizer_with, name):
+    pyarrow = pytest.importorskip("pyarrow")
+    folder, call = tokenizer_with(CALLING), {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    talk = [{"role": "user", "content": "f"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    records = [{"messages": talk}, {"messages": TALK[1:3]}, {"prompt": "2 + 2 = ", "response": "4"}, {"text": "four"}]
+    config = config_of(tmp_path, folder, *records)
+    expected = load_dataset(config, load_tokenizer(config))
+    columns = {key: [record.get(key) for record in records] for key in ("messages", "prompt", "response", "text")}
+    path, table = tmp_path / "tables" / name, pyarrow.table(columns)
+    path.parent.mkdir()
+    (path.parent / "state.json").write_text("{}")  # as of `save_to_disk`
+    if name.endswith(".json"):
+        path.write_text(json.dumps(records, indent=1))
+    elif name.endswith(".parquet"):
+        importlib.import_module("pyarrow.parquet").write_table(table, path)
+    else:
+        ipc = importlib.import_module("pyarrow.ipc")
+        with (ipc.new_stream if name == "stream.arrow" else ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table)
+    config = DataConfig(records=str(path.parent), tokenizer=str(folder), seq_len=200, validation=0.0)
+    assert load_dataset(config, load_tokenizer(config)).fingerprint == expected.fingerprint
+    path.write_bytes(b"[{")
+    with pytest.raises(DataError, match=rf"{name}: not (JSON|Parquet|Arrow): "):
+        load_dataset(config, load_tokenizer(config))
+
+
 def config_of(tmp_path, tokenizer, *records, seq_len: int = 200) -> DataConfig:
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return DataConfig(jsonl=str(path), tokenizer=str(tokenizer), seq_len=seq_len, validation=0.0)
+    return DataConfig(records=str(path), tokenizer=str(tokenizer), seq_len=seq_len, validation=0.0)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +134,25 @@ def test_samples_are_shown_with_what_has_no_loss_in_brackets(tmp_path, tokenizer
     assert text == "⟦<eot>⟧4 times 4<eot>"
 
 
+@pytest.mark.parametrize("content", ["", None, "I multiply."])
+@pytest.mark.parametrize("arguments", [{"a": 3}, '{"a": 3}'], ids=["object", "JSON"])
+def test_turns_with_tool_calls_have_a_loss_on_the_calls(tmp_path, tokenizer_with, content, arguments):
+    calls = [{"function": {"name": "square", "arguments": arguments}}] * 2
+    talk = [*TALK[1:2], {"role": "assistant", "content": content, "tool_calls": calls}]
+    talk += [{"role": "tool", "content": "9"}, {"role": "assistant", "content": "It is 9."}]
+    config = config_of(tmp_path, tokenizer_with(CALLING), {"messages": talk, "tools": "[]"})
+    tokenizer = load_tokenizer(config)
+    (shown,) = shown_samples(load_dataset(config, tokenizer), tokenizer)
+    call = '<tool_call>square{"a": 3}</tool_call>'
+    assert f"assistant\n⟧{content or ''}{call}{call}<|im_end|>⟦\n<|im_start|>tool\n9<|im_end|>" in shown
+    assert shown.endswith("assistant\n⟧<think>\n\n</think>\n\nIt is 9.<|im_end|>")
+
+
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
+        ({"messages": [*TALK[:2], {"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "write the tool calls of m"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 0: tool_calls must be a list of objects"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 0 needs a role and a content, both strings"),
         ({"messages": TALK[:2]}, "no message has the role assistant, so there is nothing to learn"),

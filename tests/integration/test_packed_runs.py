@@ -12,7 +12,7 @@ def test_packed_run_has_the_same_bits_cut_and_resumed_and_transformers_finds_its
     for folder in ("one", "three", "resumed"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = {"text": None, "jsonl": "pairs.jsonl", "packing": True, "seq_len": 48, "validation": 0.2}
+    data = {"text": None, "records": "pairs.jsonl", "packing": True, "seq_len": 48, "validation": 0.2}
     config = tiny(data=data, training={"eval_every": 2, "eval_batches": 1}, run={"checkpoint_every": 2})
     one = train(tmp_path / "one", config, *overrides("pipeline.stages=1"))
     three = train(tmp_path / "three", config, *overrides("pipeline.stages=3"))

@@ -235,7 +235,7 @@ NONE_HERE = "hosts=[{address: 192.0.2.1}, {address: 192.0.2.2}]"
     ("assignments", "message"),
     [
         (["data.text=nope.txt"], "data.text: no such file or folder: nope.txt"),
-        (["data={jsonl: pairs-*.jsonl}"], "data.jsonl: glob matches no file: pairs-*.jsonl"),
+        (["data={jsonl: pairs-*.jsonl}"], "data.records: glob matches no file: pairs-*.jsonl"),
         (["data.text=nope.txt", ONE_HERE], "data.text: no such file or folder: nope.txt"),
         (["run.device=cuda:7"], "run.device: cuda:7 is not on this machine, which has no CUDA device"),
         ([f"{ONE_HERE[:-2]}, device: cuda}}]"], "hosts.1.device: cuda is not on this machine"),

@@ -77,6 +77,25 @@ def test_model_by_name_trains_as_from_its_folder_at_the_commit_of_the_start_and_
     assert hub.fetched == []
 
 
+def test_records_by_name_train_as_from_their_files_at_the_commit_of_the_start(tmp_path, hub):
+    pairs = "".join(json.dumps({"prompt": f"{n} + 1 = ", "response": f"{n + 1}"}) + "\n" for n in range(40))
+    hub.datasets["owner/sums"] = tmp_path / "sums"
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "train.jsonl").write_text(pairs)
+    records = ("--set", "data.text=null", "--set", "data.records=owner/sums")
+    run = run_in(tmp_path, hub, NAME, *records)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"records: owner/sums@{COMMIT}" in (run.folder / "config.yaml").read_text()
+    assert [name for name, _ in hub.fetched].count("train.jsonl") == 1
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "pairs.jsonl").write_text(pairs)
+    config = config_of("../model")
+    assert (
+        run.losses == train(local, config | {"data": {**config["data"], "text": None, "jsonl": "pairs.jsonl"}}).losses
+    )
+
+
 FETCHING = """
 import json, sys
 from tahq.hub import pinned

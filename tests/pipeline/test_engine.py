@@ -145,7 +145,7 @@ def test_micro_batches_share_bf16_copies_of_weights_for_a_step(batches, checkpoi
 def test_packed_step_has_the_loss_and_gradients_of_its_records_alone_and_the_cut_carries_where_they_begin(tmp_path):
     rows = [json.dumps({"prompt": "p", "response": "response"[: 1 + n % 2]}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    config = DataConfig(jsonl=str(tmp_path / "pairs.jsonl"), seq_len=SHAPE.seq_len, packing=True, validation=0.2)
+    config = DataConfig(records=str(tmp_path / "pairs.jsonl"), seq_len=SHAPE.seq_len, packing=True, validation=0.2)
     dataset = load_dataset(config, load_tokenizer(config))
     packed = BatchSource(dataset, seed=0, global_batch=6, micro_batch=2)
     cuts = lossless_sides(sends_positions=True)

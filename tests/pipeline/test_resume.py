@@ -42,6 +42,7 @@ EXACT = [
     {"run.dir": "elsewhere"},
     {"run.checkpoint_every": 10, "run.keep_checkpoints": 5, "run.peer_timeout": 3.0, "run.log_level": "debug"},
     {"training.steps": 90},
+    {"data.packing": True, "data.truncation": "drop"},
     {"training.steps": None, "training.epochs": 2.0},
     {"training.eval_every": 5, "training.eval_batches": 9},
     {"training.non_finite": "halt", "training.max_skipped_in_a_row": 3},
@@ -256,6 +257,21 @@ def test_recompute_has_its_old_name_in_earlier_checkpoints():
     (change,) = compare_configs(old, config(**{"memory.recompute": "att"})).changes
     assert (change.key, change.verdict) == ("memory.recompute", Verdict.EXACT)
     assert ClusterConfig.model_validate(old) == ClusterConfig.model_validate(config())
+
+
+def test_records_of_earlier_checkpoints_were_padded_and_had_their_end_cut():
+    def earlier(**changes):
+        old = config(**changes)
+        old["data"] = {key: value for key, value in old["data"].items() if key not in ("packing", "truncation")}
+        return old
+
+    assert compare_configs(earlier(), config()).exact
+    pairs = {"data.text": None, "data.records": "pairs.jsonl"}
+    before = earlier(**pairs)
+    before["data"]["jsonl"] = before["data"].pop("records")
+    (refused,) = compare_configs(before, config(**pairs)).refused
+    assert (refused.key, refused.new) == ("data.packing", "auto")
+    assert compare_configs(before, config(**pairs, **{"data.packing": False})).exact
 
 
 def test_checkpoint_keys_have_their_old_names_in_earlier_checkpoints():

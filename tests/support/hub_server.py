@@ -1,4 +1,5 @@
-"""A server on loopback that speaks the Hugging Face Hub's protocol, as far as huggingface_hub asks for models."""
+"""A server on loopback that speaks the Hugging Face Hub's protocol, as far as huggingface_hub asks for models
+and datasets."""
 
 import hashlib
 import json
@@ -14,13 +15,13 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 class HubServer:
-    """Serves folders by the names of models, all at one commit; notes what was fetched.
+    """Serves folders by the names of models and datasets, all at one commit; notes what was fetched.
 
     `most_nbytes`: after so many bytes of a file the connection breaks, once; `gated`: names that are refused.
     """
 
-    def __init__(self, models: dict[str, Path]) -> None:
-        self.models = models
+    def __init__(self, models: dict[str, Path], datasets: dict[str, Path]) -> None:
+        self.models, self.datasets = models, datasets
         self.gated: set[str] = set()
         self.most_nbytes: int | None = None
         self.fetched: list[tuple[str, int]] = []
@@ -52,20 +53,25 @@ class HubServer:
 
     def answer(self, request: BaseHTTPRequestHandler, *, sends: bool) -> None:
         path = request.path.partition("?")[0]
-        for name, folder in self.models.items():
+        models = (("models", name, f"/{name}", folder) for name, folder in self.models.items())
+        datasets = (("datasets", name, f"/datasets/{name}", folder) for name, folder in self.datasets.items())
+        for kind, name, place, folder in (*models, *datasets):
             if name in self.gated and name in path:
                 return _error(request, 403, "GatedRepo", "Access to this model is restricted")
-            if match := re.fullmatch(f"/api/models/{name}(?:/revision/([^/]+))?", path):
+            files = [
+                (file.relative_to(folder).as_posix(), file) for file in sorted(folder.rglob("*")) if file.is_file()
+            ]
+            if match := re.fullmatch(f"/api/{kind}/{name}(?:/revision/([^/]+))?", path):
                 if match[1] not in (None, "main", COMMIT):
                     return _error(request, 404, "RevisionNotFound", "no such revision")
-                siblings = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
+                siblings = [{"rfilename": file} for file, _ in files]
                 return _json(request, {"id": name, "sha": COMMIT, "siblings": siblings})
-            if re.fullmatch(f"/api/models/{name}/tree/[^/]+", path):
-                files = [(file, file.read_bytes()) for file in sorted(folder.iterdir())]
+            if re.fullmatch(f"/api/{kind}/{name}/tree/[^/]+", path):
+                contents = [(name, file.read_bytes()) for name, file in files]
                 return _json(
-                    request, [{"type": "file", "path": f.name, "size": len(b), "oid": _etag(b)} for f, b in files]
+                    request, [{"type": "file", "path": f, "size": len(b), "oid": _etag(b)} for f, b in contents]
                 )
-            if match := re.fullmatch(f"/{name}/resolve/([^/]+)/(.+)", path):
+            if match := re.fullmatch(f"{place}/resolve/([^/]+)/(.+)", path):
                 if match[1] not in ("main", COMMIT):
                     return _error(request, 404, "RevisionNotFound", "no such revision")
                 return self._file(request, folder / match[2], sends=sends)
@@ -119,9 +125,9 @@ def _error(request: BaseHTTPRequestHandler, status: int, code: str, text: str) -
 
 
 @contextmanager
-def serving(models: dict[str, Path]) -> Iterator[HubServer]:
+def serving(models: dict[str, Path], datasets: dict[str, Path] | None = None) -> Iterator[HubServer]:
     """A server for as long as the context lasts."""
-    server = HubServer(models)
+    server = HubServer(models, datasets or {})
     try:
         yield server
     finally:

@@ -148,7 +148,7 @@ class _DryRun:
     def _samples(self) -> str:
         """The first records as the model sees them; none where the data is not on this machine."""
         data = self.config.data
-        if data.jsonl is None:
+        if data.records is None:
             return ""
         try:
             tokenizer = load_tokenizer(data)

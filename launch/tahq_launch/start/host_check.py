@@ -196,9 +196,10 @@ def stage_checks(
 def data_paths(config: "ClusterConfig") -> list[str]:
     """The files, folders and globs that `data` names."""
     from tahq.data.sources import as_patterns
+    from tahq.hub import is_hub_name
 
-    named = (config.data.text, config.data.tokens, config.data.jsonl)
-    return [path for value in named if value is not None for path in as_patterns(value)]
+    named = (config.data.text, config.data.tokens, config.data.records)
+    return [path for value in named if value is not None for path in as_patterns(value) if not is_hub_name(path)]
 
 
 def copy_command(host: "MachineConfig | None", paths: list[str]) -> str:

@@ -7,6 +7,7 @@ folder.
 
 import socket
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -15,11 +16,11 @@ from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import STDLIB, as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
-from tahq.hub import is_hub_name, local_folder, pinned
+from tahq.hub import DATA_FILES, is_hub_name, local_folder, pinned
 from tahq_launch.trackers import check_trackers
 
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-_SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
+_SUFFIXES: dict[str, str | tuple[str, ...]] = {"text": "", "tokens": ".bin", "records": DATA_FILES}
 
 
 def check_local(config: ClusterConfig) -> None:
@@ -42,8 +43,9 @@ def files_needed(config: ClusterConfig) -> dict[str, list[str]]:
     is_file = data.tokenizer not in ("bytes", model) and not is_hub_name(pinned(data.tokenizer))
     needed["data.tokenizer"] = [data.tokenizer] if is_file else []
     for key in _SUFFIXES:
-        patterns = as_patterns(getattr(data, key) or ())
-        needed[f"data.{key}"] = [pattern for pattern in patterns if (key, pattern) != ("text", STDLIB)]
+        patterns = [each for each in as_patterns(getattr(data, key) or ()) if (key, each) != ("text", STDLIB)]
+        is_here = [key != "records" or not is_hub_name(pinned(each, "dataset")) for each in patterns]
+        needed[f"data.{key}"] = list(compress(patterns, is_here))
     return {key: paths for key, paths in needed.items() if paths}
 
 
@@ -63,9 +65,9 @@ def check_stage(config: ClusterConfig, stage: int, *, reads_data: bool) -> Itera
     try:
         if reads_data:
             for key, suffix in _SUFFIXES.items():
-                named = getattr(config.data, key)
-                if named is not None:
-                    find_files(as_patterns(named), key=f"data.{key}", suffix=suffix, stdlib=key == "text")
+                named = [each for each in as_patterns(getattr(config.data, key) or ()) if not is_hub_name(each)]
+                if named:
+                    find_files(named, key=f"data.{key}", suffix=suffix, stdlib=key == "text")
     except DataError as error:
         yield error
     try:

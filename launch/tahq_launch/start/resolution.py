@@ -16,6 +16,7 @@ from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.config.stage_estimate import block_ranges, check_layers
+from tahq.data.sources import as_patterns
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.hub import local_folder, pinned
@@ -63,12 +64,16 @@ def _with_samples_that_fit(config: ClusterConfig) -> ClusterConfig:
 
 
 def _pinned(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the present commits of model and tokenizer, if they are on the Hub."""
+    """The configuration with the present commits of model, tokenizer and records, if they are on the Hub."""
     model, data = config.model, config.data
     if model.path is not None:  # before its tokenizer, so that the message names this key
         model = model.model_copy(update={"path": pinned(model.path)})
         require_folder(local_folder(model.path or ""))
-    data = data.model_copy(update={"tokenizer": pinned(data.tokenizer)})
+    records = data.records
+    if records is not None:
+        found = [pinned(each, "dataset") for each in as_patterns(records)]
+        records = found[0] if isinstance(records, str) else found
+    data = data.model_copy(update={"tokenizer": pinned(data.tokenizer), "records": records})
     return config.model_copy(update={"model": model, "data": data})
 
 

@@ -128,7 +128,7 @@ def _absolute(data: DataConfig) -> DataConfig:
         return path if path == "stdlib" else str(Path(path).absolute())
 
     changed: dict[str, Any] = {}
-    for key in ("text", "tokens", "jsonl"):
+    for key in ("text", "tokens", "records"):
         paths = getattr(data, key)
         if paths is not None:
             changed[key] = absolute(paths) if isinstance(paths, str) else [absolute(path) for path in paths]

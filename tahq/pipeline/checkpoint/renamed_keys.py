@@ -15,6 +15,7 @@ RENAMED: Mapping[tuple[str | int, ...], tuple[str, str]] = {
     ("run", "report_to"): ("run", "trackers"),
     ("training", "report_to"): ("run", "trackers"),
     ("model", "sleep"): ("emulate", "sleep"),
+    ("data", "jsonl"): ("data", "records"),
     **{("links", key): ("emulate", key) for key in _OF_A_NETWORK},
 }
 """Section and key now, by section and key before, or in transformers."""

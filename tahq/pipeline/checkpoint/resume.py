@@ -237,11 +237,11 @@ def _sequence_fits(old: Config, new: Config) -> bool:
 
 def _packing(config: Config) -> object:
     """`data.packing` of records; checkpoints of version 0.1 have none, and records are padded."""
-    return False if _get(config, "data.jsonl") is None else _get(config, "data.packing") or False
+    return False if _get(config, "data.records") is None else _get(config, "data.packing") or False
 
 
 def _truncation(config: Config) -> object:
-    return "end" if _get(config, "data.jsonl") is None else _get(config, "data.truncation") or "end"
+    return "end" if _get(config, "data.records") is None else _get(config, "data.truncation") or "end"
 
 
 def _activations(config: Config) -> str:
