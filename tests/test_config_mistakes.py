@@ -1,6 +1,7 @@
 """Every mistake in cluster.yaml is one line that names its place, the key, the value, and what was expected."""
 
 import re
+from typing import get_args
 
 import pytest
 from support.cluster_files import LEAST, ClusterFile, changed
@@ -65,7 +66,9 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
             "data.messages is not a key of data; use data.records, which may be chats",
         ),
         ("steps: 10", "save_total_limit: 3", "training.save_total_limit is not a key of training; use run.keep_check"),
-        ("hosts: local", "adapter: lora", "adapter is not a section of a configuration; use full training; adapters"),
+        ("hosts: local", "lora_r: 8", "lora_r is not a section of a configuration; use adapter.rank"),
+        ("hosts: local", "adapter: {r: 8}", "adapter.r is not a key of adapter; use adapter.rank"),
+        ("hosts: local", "load_in_4bit: true", "use adapter: lora, beside weights in bf16; weights in 4 or 8 bits"),
     ],
 )
 def test_names_that_other_programs_have_get_the_key_to_use(file, old, new, message):
@@ -75,7 +78,23 @@ def test_names_that_other_programs_have_get_the_key_to_use(file, old, new, messa
 def test_every_key_to_use_instead_of_another_name_exists():
     for instead in set(OTHER_NAMES.values()):
         for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)", instead.replace("metrics.jsonl", "")):
-            assert key in ClusterConfig.model_fields[section].annotation.model_fields
+            annotation = ClusterConfig.model_fields[section].annotation
+            (model,) = {part for part in (annotation, *get_args(annotation)) if hasattr(part, "model_fields")}
+            assert key in model.model_fields
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ("adapter: qlora", "adapter: qlora (LoRA beside weights in 4 bits) is not supported yet; use lora"),
+        ("adapter: {kind: dora}", "adapter.kind: dora is a switch: use kind: lora with dora: true"),
+        ("adapter: {layers: 5-3}", "adapter.layers: "),
+        ("adapter: lora\nmemory: {offload: [master]}", "memory.offload: master is the fp32 copy of weights that are"),
+        ("adapter: lora\nmemory: {shard: [optimizer, gradients]}", "memory.shard: gradients and weights of adapters"),
+    ],
+)
+def test_what_adapters_do_not_combine_with_is_refused(file, new, message):
+    assert message in file.refusal(changed("hosts: local", new))
 
 
 def test_tokenizer_and_rate_suit_a_model_in_a_folder_unless_set(file):

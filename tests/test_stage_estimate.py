@@ -7,6 +7,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import block_ranges, chunks_of, stage_estimate, with_memory_choices
 from tahq.errors import ModelError
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
+from tahq.models.slice import slice_parameters
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.worker.assembly import resolved_spec
 
@@ -190,3 +191,17 @@ def test_frames_of_pooled_loads_are_estimated_with_their_counts():
     )
     more = estimated(config, 1).boundary - estimated(plain, 1).boundary
     assert more % (2 * 4 * (8 + 16)) == 0 < more  # two cuts, 8 experts, for each micro-batch in flight
+
+
+def test_adapters_alone_have_gradients_and_states_and_are_checkpointed():
+    plain, adapted = (configured(pipeline={"stages": 2}, **extra) for extra in ({}, {"adapter": {"rank": 4}}))
+    spec = resolved_spec(adapted, None)
+    shapes = slice_parameters(spec, block_ranges(adapted, spec)[1])
+    trained = 4 * sum(shape.numel() for name, shape in shapes.items() if spec.is_trained(name))
+    full, small = estimated(plain, 1), estimated(adapted, 1)
+    assert small.weights == full.weights + trained
+    assert small.gradients == trained < full.gradients / 10
+    assert small.optimizer == pytest.approx(2 * trained, rel=0.01)
+    assert small.snapshot == small.gradients + small.optimizer
+    narrow = estimated(configured(pipeline={"stages": 2}, adapter={"rank": 4}, training={"precision": "bf16"}), 1)
+    assert narrow.weights - trained < 0.52 * full.weights

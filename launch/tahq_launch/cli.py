@@ -246,9 +246,14 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create, e.g. demo-hf.")],
     step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 2GB.")] = "4GB",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the run's adapters alone, as a folder that peft loads.")
+    ] = False,
     debug: Debug = False,
 ) -> int:
     """Write a run's model as a Hugging Face folder: config.json, safetensors and the tokenizer.
+
+    Adapters are merged into the weights, unless --adapter is given.
 
     Example: tahq export runs/demo demo-hf
     """
@@ -259,7 +264,7 @@ def export(
     from tahq_launch.export import export_run
     from tahq_launch.runs.found import find_run
 
-    for line in export_run(find_run(run), out, step=step, max_shard_nbytes=max_shard_nbytes):
+    for line in export_run(find_run(run), out, step=step, max_shard_nbytes=max_shard_nbytes, is_adapter=adapter):
         print(line)
     return 0
 

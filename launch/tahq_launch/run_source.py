@@ -21,7 +21,7 @@ _MAX_TOKENIZER_NBYTES = 2**28
 
 def keep_source(run: RunFolder, config: ClusterConfig) -> list[str]:
     """Copy what `tahq export` needs of the model's folder and the tokenizer into the run's folder; returns notes."""
-    spec, tokenizer = _load(config.model, config.data)
+    spec, tokenizer = _load(config, config.model, config.data)
     notes = [note for note in (untying_note(config.model, spec),) if note]
     partial = run.path / ".source.partial"
     try:
@@ -53,7 +53,7 @@ def source_of(run: RunFolder, config: ClusterConfig) -> tuple[ModelSpec, Tokeniz
     if (run.source / _TOKENIZER).is_dir():
         data = data.model_copy(update={"tokenizer": str(run.source / _TOKENIZER)})
     try:
-        return _load(model, data)
+        return _load(config, model, data)
     except (DataError, ModelError) as error:
         if run.source.exists():
             raise
@@ -63,6 +63,7 @@ def source_of(run: RunFolder, config: ClusterConfig) -> tuple[ModelSpec, Tokeniz
         ) from error
 
 
-def _load(model: ModelConfig, data: DataConfig) -> tuple[ModelSpec, Tokenizer]:
+def _load(config: ClusterConfig, model: ModelConfig, data: DataConfig) -> tuple[ModelSpec, Tokenizer]:
     tokenizer = load_tokenizer(data)
-    return load_spec(model, vocab_size=tokenizer.vocab_size, seq_len=data.seq_len, needs_weights=False), tokenizer
+    sizes = {"vocab_size": tokenizer.vocab_size, "seq_len": data.seq_len}
+    return load_spec(model, **sizes, needs_weights=False, adapter=config.adapter), tokenizer

@@ -20,6 +20,7 @@ from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
 from tahq.memory.config import COAT_FAMILIES, NEEDS_BF16, READ_BF16_GRADIENTS, MemoryConfig, Shard
+from tahq.models.adapters.config import AdapterConfig
 from tahq.models.config import ModelConfig, SleepConfig
 from tahq.pipeline.checkpoint.renamed_keys import with_present_names
 from tahq.pipeline.config import MICRO_BATCH, PipelineConfig, TrainingConfig
@@ -67,12 +68,24 @@ _OTHER_NAMES = {
     "run.trackers and WANDB_PROJECT in the environment": "wandb_project",
     "model.frozen_layers, the first layers that keep their weights": "unfrozen_parameters freeze_layers frozen_layers "
     "num_layers_to_freeze freeze_trainable_layers num_frozen_layers",
-    "full training; adapters (LoRA, QLoRA) are not supported yet": "lora lora_r lora_alpha adapter peft load_in_4bit",
+    "adapter: lora": "lora peft peft_config lora_config use_peft use_lora",
+    "adapter.rank": "lora_r r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets, a list of names": "lora_target_modules target_modules lora_modules",
+    "adapter.targets: all-linear, its default": "lora_target_linear",
+    "adapter.layers": "layers_to_transform peft_layers_to_transform lora_layers_to_transform lora_layers",
+    "adapter.rslora": "use_rslora peft_use_rslora lora_use_rslora",
+    "adapter.dora": "use_dora peft_use_dora lora_use_dora",
+    "adapter: lora, beside weights in bf16; weights in 4 or 8 bits (QLoRA) are not supported yet": "load_in_4bit "
+    "load_in_8bit quantization_bit quantization_config bnb_4bit_quant_type",
 }
 OTHER_NAMES: Mapping[str, str] = {name: use for use, names in _OTHER_NAMES.items() for name in names.split()}
 """What to use instead of keys that transformers, axolotl, torchtitan and others have."""
 FINE_TUNING_LR = 2e-5
 """Default of `training.lr` for a model that was trained before."""
+ADAPTER_LR = 2e-4
+"""The same for adapters, whose B begins at 0."""
 NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
 MAX_MICRO_BATCHES = 65_536
@@ -98,6 +111,8 @@ class ClusterConfig(Section):
     OTHER_NAMES: ClassVar[Mapping[str, str]] = OTHER_NAMES
     run: RunConfig = RunConfig()
     model: ModelConfig
+    adapter: AdapterConfig | None = None
+    """Train low-rank adapters beside the model's weights instead of these. Not set: all weights."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
@@ -123,6 +138,7 @@ class ClusterConfig(Section):
         self._check_layers()
         self._check_schedule()
         self._check_memory()
+        self._check_adapter()
         self._check_wire()
         self._check_data()
         self._check_fused()
@@ -405,6 +421,36 @@ class ClusterConfig(Section):
                 f"model.family is {family}; use memory.activations: none"
             )
 
+    def _check_adapter(self) -> None:
+        """What needs weights that are trained, or another `forward` of linear layers."""
+        training, memory = self.training, self.memory
+        if self.adapter is None:
+            return
+        refused = {
+            f"training.optimizer: {training.optimizer} trains the matrices of blocks in another form, but adapter "
+            "keeps them as they are; use adamw or another optimizer": training.is_low_rank,
+            "training.adamw_bf16.weights: bf16 is for weights that are trained, and with adapter only adapters are, in "
+            "fp32; leave it out: under precision: bf16 all other matrices are bf16": training.has_bf16_weights,
+            "training.precision: fp8 has its own products, which leave out adapters; use bf16": (
+                training.precision == "fp8"
+            ),
+            "memory.activations: coat has its own layers, which leave out adapters; use agoq or none": (
+                memory.activations == "coat"
+            ),
+            "memory.offload: master is the fp32 copy of weights that are trained, and adapter keeps them as they are; "
+            "use weights": "master" in memory.all_offload,
+            "memory.shard: gradients and weights of adapters are too small to be divided; use shard: [optimizer], or "
+            "offload: [weights] for the model's own": len(memory.shard) > 1,
+            "model.tie: sync sums gradients of embedding and head, which with adapter have none; leave it out, they "
+            "stay as they are": self.model.tie == "sync",
+            "model.frozen_layers: beside adapter all weights are frozen; use adapter.layers": self.model.frozen_layers
+            > 0,
+            "emulate.sleep learns nothing, so it has no adapters; remove one of them": self.emulate.sleep is not None,
+        }
+        for reason, holds in refused.items():
+            if holds:
+                raise ValueError(reason)
+
     def _check_offload(self) -> None:
         offload, optimizer = self.memory.all_offload, self.training.optimizer
         if self.optimizer_shares > 1 and offload - {"residual"}:
@@ -464,6 +510,8 @@ class ClusterConfig(Section):
                 self.data.set_default("tokenizer", self.model.path)
             if "lr" not in self.training.model_fields_set:
                 self.training.set_default("lr", FINE_TUNING_LR)
+        if self.adapter is not None and "lr" not in self.training.model_fields_set:
+            self.training.set_default("lr", ADAPTER_LR)
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if longest is not None and "seq_len" not in self.data.model_fields_set:
             self.data.set_default("seq_len", min(longest, self.data.seq_len))

@@ -46,6 +46,12 @@ def schedule_of(config: ClusterConfig, spec: ModelSpec) -> Schedule:
     return config.pipeline.actions(config.training.num_micro_batches, frozen_chunks(config, spec))
 
 
+def has_bf16_matrices(config: ClusterConfig, device: str) -> bool:
+    """Whether a stage on this type of device keeps matrices in bf16: as `training` says, or, under products in bf16,
+    beside adapters."""
+    return config.training.has_bf16_weights or (config.adapter is not None and computes_in_bf16(config, device))
+
+
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> StageMemory:
     """Peak memory of a stage: of all its chunks together, each of which reaches its own peak at another time.
 
@@ -256,7 +262,7 @@ def micro_batch_shape(
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
         has_z_loss=config.training.z_loss > 0,
-        weight_nbytes=2 if config.training.has_bf16_weights else 4,
+        weight_nbytes=2 if has_bf16_matrices(config, device) else 4,
         residual_nbytes=2 if memory.residual == "bf16" else 4,
     )
 

@@ -26,7 +26,7 @@ class KeptBytes(NamedTuple):
     deferred: int
 
 
-_Key = tuple[str, str, int, int, int, torch.dtype, bool]
+_Key = tuple[str, str, str, int, int, int, torch.dtype, bool]
 _known: dict[_Key, KeptBytes] = {}
 
 
@@ -38,7 +38,9 @@ def kept_by_block(
     kinds = kinds_of_blocks(spec)
     alike = kinds.index(kinds[block])
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    key = spec.family, text, alike, micro_batch, seq_len, stream, bf16
+    if spec.adapter is not None:  # a block that has some stands for all
+        spec = replace(spec, adapter=spec.adapter.model_copy(update={"layers": None}))
+    key = spec.family, text, str(spec.adapter), alike, micro_batch, seq_len, stream, bf16
     if key not in _known:
         _known[key] = _computed(spec, alike, micro_batch, seq_len, stream, bf16=bf16)
     return _known[key]
@@ -64,7 +66,7 @@ def _computed(
         model = ModelSlice(replace(spec, first_trainable=0), Parts(range(block, block + 1)), RandomContext(0))
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty(parameter.shape)))
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
         table = torch.empty(1, seq_len, width)
         model._rotary = lambda *_: (table, table)
         hidden = torch.empty(micro_batch, seq_len, spec.hidden_size, dtype=stream)

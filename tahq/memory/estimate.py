@@ -22,6 +22,7 @@ from tahq.memory.saved_tensors import (
     saved_by_slice,
 )
 from tahq.memory.shares import Shape, is_block_matrix, shares_of
+from tahq.models.adapters.config import is_adapter
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
@@ -117,11 +118,11 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
-    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, or 2 per element of matrices in bf16, and their
-      optimizer states; `low_rank_bytes` for low-rank weights; of gradients only the largest where the update is fused,
-      1.03·N where they are stored in 8 bits; where replicas divide them, those of the replica with most; counted as
-      weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies are not shared: those of one
-      block, and one of the head per micro-batch in flight (one in all with split backwards);
+    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, or 2 per element of matrices in bf16 (adapters are
+      fp32), and their optimizer states; `low_rank_bytes` for low-rank weights; of gradients only the largest where the
+      update is fused, 1.03·N where they are stored in 8 bits; where replicas divide them, those of the replica with
+      most; counted as weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies are not
+      shared: those of one block, and one of the head per micro-batch in flight (one in all with split backwards);
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
       more;
     - boundary: outputs kept for their backward, n · r·T·C (not the last stage), with r bytes per element of the
@@ -176,12 +177,13 @@ def _by_replica(
     """Bytes of weights, gradients and optimizer states that each replica keeps."""
     shares, matrix = shares_of(spec, ordinary, numbers.replicas, numbers.shards), numbers.shape.weight_nbytes
     for replica in range(numbers.replicas):
-        kept = [shape for name, shape in ordinary.items() if shares[name].is_had(replica, "weights")]
+        kept = {name: shape for name, shape in ordinary.items() if shares[name].is_had(replica, "weights")}
         trained = {name: shape for name, shape in ordinary.items() if spec.is_trained(name)}
         summed, updated = (
             [shape for name, shape in trained.items() if shares[name].is_had(replica, shard)] for shard in _OF_TRAINED
         )
-        weights = sum((matrix if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in kept)
+        narrow = {name for name, shape in kept.items() if len(shape) >= 2 and not is_adapter(name)}
+        weights = sum((matrix if name in narrow else _FP32) * math.prod(shape) for name, shape in kept.items())
         yield (
             weights + sum(each.weight for each in low_rank),
             _gradients(summed, [each.gradient for each in low_rank], numbers),

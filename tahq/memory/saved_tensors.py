@@ -120,12 +120,40 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
         return stream
     if spec.layout.layers_like is None:
         return _dry(spec, block, shape).saved
+    return _saved_by_layers(spec, block, shape, stream) + _saved_by_adapters(spec, block, shape)
+
+
+def _saved_by_layers(spec: ModelSpec, block: int, shape: MicroBatchShape, stream: int) -> int:
     if shape.coat:
         return _coat_block(spec, shape) + _attention(spec, block, shape)
     of_mlp = stream if shape.recompute in _MLP_AGAIN else _mlp_part(spec, shape)
     if shape.recompute not in _ATTENTION_AGAIN:
         return _attention_part(spec, block, shape) + of_mlp
     return stream + of_mlp + (_fused_output(spec, block, shape) if shape.recompute == "qkv" else 0)
+
+
+def _saved_by_adapters(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
+    """At most so many bytes that a block's adapters keep beside the inputs of its products.
+
+    With rank R, seven layers of N outputs and M inputs together: 7·a·T·R for the inputs of B; with dropout
+    (1 + a)·T·M for masks and dropped inputs; with DoRA 2·a·T·N for what its norms are multiplied by.
+    """
+    adapter = spec.adapter
+    if adapter is None or (adapter.layers is not None and block not in adapter.layers):
+        return 0
+    inner, width = _inner(spec), int(spec.hf_config.num_attention_heads) * head_dim(spec.hf_config)
+    inputs = 5 * spec.hidden_size + width + inner
+    dropped = (1 + shape.element_nbytes) * inputs if adapter.dropout else 0
+    scaled = 2 * shape.element_nbytes * _outputs(spec) if adapter.dora else 0
+    return shape.num_tokens * (7 * shape.element_nbytes * adapter.rank + dropped + scaled)
+
+
+def _outputs(spec: ModelSpec) -> int:
+    """N, outputs of a block's matrices."""
+    config = spec.hf_config
+    width = int(config.num_attention_heads) * head_dim(config)
+    pairs = 1 if spec.layout.rotary is None else 2
+    return 2 * spec.hidden_size + width + 2 * num_kv_heads(config) * head_dim(config) + pairs * _inner(spec)
 
 
 def _dry(spec: ModelSpec, block: int, shape: MicroBatchShape) -> KeptBytes:
@@ -217,7 +245,7 @@ def head_workspace(spec: ModelSpec, shape: MicroBatchShape, *, adds_in_place: bo
     element, cast = shape.element_nbytes, _FP32 if shape.bf16 else 0
     logits = -(-shape.num_tokens // shape.loss_chunks) * spec.vocab_size
     capped = _capped(spec, shape) * logits if shape.loss_chunks > 1 else 0
-    weights = spec.vocab_size * spec.hidden_size if shape.copies_head else 0
+    weights = spec.vocab_size * spec.hidden_size if shape.copies_head and spec.adapter is None else 0
     if shape.on_cuda:
         rows = shape.num_tokens * _FP32 + 2 * element * -(-shape.num_tokens // shape.loss_chunks)
         return element * logits + 2 * capped + rows * spec.hidden_size if shape.loss_chunks > 1 else 0
@@ -385,8 +413,7 @@ def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
     inner, width = _inner(spec), int(config.num_attention_heads) * head_dim(config)
     is_gpt2 = spec.layout.rotary is None
-    outputs = 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + (1 if is_gpt2 else 2) * inner
-    gradients = tokens * outputs * (_FP8 if shape.codes_gradients else element)
+    gradients = tokens * _outputs(spec) * (_FP8 if shape.codes_gradients else element)
     if shape.coat:
         return tokens * (2 * hidden + inner + element * width) + gradients
     # what was computed again as a whole keeps its inputs

@@ -260,7 +260,7 @@ class _Product(torch.autograd.Function):
 
         if ctx.deferred is None:
             of_parameters()
-        else:
+        elif weight.requires_grad or (bias is not None and bias.requires_grad):  # else nothing waits with its tensors
             ctx.deferred.add(of_parameters)
         nothing = (None,) * (6 + (0 if recomputation is None else len(tensors)))
         if not ctx.needs_input_grad[0]:

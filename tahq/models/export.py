@@ -78,7 +78,7 @@ def export_folder(
     num_parameters = sum(shape.numel() for shape in shapes.values())
     if spec.tie == "sync":
         del shapes[HEAD_WEIGHT]
-    with _appearing_whole(out) as folder:
+    with appearing_whole(out) as folder:
         _write_shards(folder, _written(spec.layout, shapes), read, max_shard_nbytes, matrices)
         _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document, matrices)
         if spec.folder is not None:
@@ -164,7 +164,7 @@ def _checked(one: _Written, read: Callable[[str], torch.Tensor], dtype: torch.dt
 
 
 @contextmanager
-def _appearing_whole(out: Path) -> Iterator[Path]:
+def appearing_whole(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out` that becomes `out` if the body succeeds, else is removed."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} already exists and is not an empty folder; export into a new one")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from tahq.errors import ModelError, brief
 from tahq.hub import local_folder
+from tahq.models.adapters.config import AdapterConfig, is_adapter
 from tahq.models.config import ModelConfig, check_frozen_layers, first_trainable_layer
 from tahq.models.families import FAMILIES, ExpertLayout, FamilyLayout, HfConfig, head_dim, num_kv_heads
 from tahq.models.weights import FolderWeights, one_line, read_json
@@ -32,7 +33,8 @@ class ModelSpec:
     `tied`: the source model ties its head to its embedding, so tahq's two parameters start equal.
     `tie`: whether training keeps them equal (`sync`) or not (`untied`).
     `folder`: of the configuration; None: it was made from sizes, and weights are random. `path`: of the weights, that
-    folder's or a name on the Hub. `first_trainable`: see `first_trainable_layer`.
+    folder's or a name on the Hub. `first_trainable`: see `first_trainable_layer`. `adapter`: what is trained beside the
+    model's own parameters, which are then frozen; None: these.
     """
 
     family: str
@@ -46,6 +48,7 @@ class ModelSpec:
     hf_config: HfConfig
     path: str = ""
     first_trainable: int = 0
+    adapter: AdapterConfig | None = None
 
     @property
     def layout(self) -> FamilyLayout:
@@ -54,6 +57,8 @@ class ModelSpec:
 
     def is_trained(self, name: str) -> bool:
         """Whether a parameter, by its canonical name, changes in training."""
+        if self.adapter is not None:
+            return is_adapter(name)
         layout = self.layout
         part, _, rest = name.removeprefix(f"{layout.trunk}.").partition(".")
         if part == layout.blocks:
@@ -61,7 +66,14 @@ class ModelSpec:
         return self.first_trainable == 0 or part not in (layout.embedding, layout.positions)
 
 
-def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weights: bool = True) -> ModelSpec:
+def load_spec(
+    config: ModelConfig,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    needs_weights: bool = True,
+    adapter: AdapterConfig | None = None,
+) -> ModelSpec:
     """Read a model's configuration, or make it from sizes, and check that the data fits it.
 
     `vocab_size` is the tokenizer's, 1 if it is not known; the model's may be larger. `seq_len`: tokens per sample.
@@ -91,7 +103,8 @@ def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weigh
         folder=folder,
         hf_config=hf_config,
         path=config.path or "",
-        first_trainable=first_trainable_layer(config),
+        first_trainable=first_trainable_layer(config) if adapter is None else min(adapter.layers or [0]),
+        adapter=adapter,
     )
     _check_fits(spec, config, vocab_size, seq_len)
     return spec
@@ -100,7 +113,7 @@ def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weigh
 def untying_note(config: ModelConfig, spec: ModelSpec) -> str | None:
     """One line for the user whose model ties head and embedding, which tahq trains as two parameters."""
     is_asked_for = config.path is not None or "tie_word_embeddings" in config.overrides
-    if not (spec.tied and spec.tie == "untied" and is_asked_for):
+    if not (spec.tied and spec.tie == "untied" and is_asked_for and spec.adapter is None):
         return None
     return (
         "the model has tie_word_embeddings: true; tahq trains embedding and head as two parameters that start equal, "
@@ -133,6 +146,11 @@ def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: 
         raise ModelError(
             f"data.tokenizer has {vocab_size} tokens, the model in {spec.folder} was trained with up to "
             f"{spec.vocab_size}: remove the key to use the model's own tokenizer"
+        )
+    if spec.adapter is not None and max(spec.adapter.layers or [0]) >= spec.num_layers:
+        raise ModelError(
+            f"adapter.layers: {max(spec.adapter.layers or [0])} is no block of this model; it has 0 to "
+            f"{spec.num_layers - 1}"
         )
     for block in range(spec.num_layers):  # refuses unknown layer types now
         spec.layout.window(spec.hf_config, block)

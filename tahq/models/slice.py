@@ -31,6 +31,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tahq.errors import ModelError
+from tahq.models.adapters.config import is_adapter
+from tahq.models.adapters.lora import add_adapters, fill_magnitudes, initial_values, use_adapters
 from tahq.models.deferred_gradients import (
     DeferredGradients,
     WeightCopies,
@@ -148,6 +150,8 @@ class ModelSlice(nn.Module):
         let_own_products(self)
         own_routers(self, self._routed)
         key_dropout(self, random)
+        if spec.adapter is not None:
+            use_adapters(self, spec.adapter)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]; see `loss_chunks`.
@@ -230,8 +234,9 @@ class ModelSlice(nn.Module):
 
     def materialise(self, device: torch.device, placed: Callable[[nn.Module], None] = lambda block: None) -> None:
         """Allocate every parameter on `device`, uninitialised, and compute the buffers; `placed`: after each block."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(self.matrices if parameter.ndim >= 2 else torch.float32)
+        for name, parameter in self.named_parameters():
+            is_narrow = parameter.ndim >= 2 and not is_adapter(name)
+            parameter.data = parameter.data.to(self.matrices if is_narrow else torch.float32)
         blocks = self._part(self.spec.layout.blocks)
         for block in self.blocks():
             block.to_empty(device=device)
@@ -266,6 +271,8 @@ class ModelSlice(nn.Module):
         self.add_module(layout.trunk, trunk)
         if self.parts.head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if self.spec.adapter is not None:
+            add_adapters(dict(zip(self.parts.blocks, self.blocks(), strict=True)), self.spec.adapter)
 
     def _part(self, name: str) -> nn.Module:
         return self.get_submodule(f"{self.spec.layout.trunk}.{name}")
@@ -397,6 +404,7 @@ def build_slice(
     model.materialise(torch.device(device), placed)
     parameters = model.canonical_parameters().items()
     fill_weights(spec, {name: each for name, each in parameters if weights or not each.requires_grad}, seed, filled)
+    fill_magnitudes(model)
     return model
 
 
@@ -410,6 +418,10 @@ def fill_weights(
 
     torch draws one tensor in one thread, so as many as torch has threads are drawn at once and filled in in order.
     """
+    with torch.no_grad():
+        for name in filter(is_adapter, parameters):
+            parameters[name].copy_(initial_values(name, parameters[name].shape, seed))
+    parameters = {name: each for name, each in parameters.items() if not is_adapter(name)}
     if not parameters:
         return
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}

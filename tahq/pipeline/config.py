@@ -72,7 +72,7 @@ class TrainingConfig(Section):
     qgalore: QGaLoreConfig = QGaLoreConfig()
     """Options of `qgalore` and `galore`."""
     lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate. Not set beside `model.path`: 2e-5."""
+    """Peak learning rate. Not set beside `model.path`: 2e-5; with `adapter`: 2e-4."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay of first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)

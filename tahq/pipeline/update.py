@@ -81,8 +81,9 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
 
 
 _WORDS = {2: torch.int16, 4: torch.int32}
-FROZEN = "frozen/"
-"""Prefix, in a checkpoint, of sums over the bits of parameters that are not trained, which it does not have."""
+FROZEN = {torch.float32: "frozen/", torch.bfloat16: "frozen_bf16/"}
+"""Prefixes, in a checkpoint, of sums over the bits of parameters that are not trained, by their type on their stage; it
+does not have these parameters."""
 FEW_SEARCHES = 8
 """Searches for subspaces that a step may have without reporting progress."""
 
@@ -238,7 +239,7 @@ class StageUpdate:
         for weight in self._low_rank.values():
             weights |= weight.weight_tensors()
             states |= weight.states()
-        weights |= {f"{FROZEN}{name}": each for name, each in self._frozen_sums.items()}
+        weights |= {FROZEN[self._frozen[name].dtype] + name: each for name, each in self._frozen_sums.items()}
         return weights | {f"optimizer/{name}": tensor for name, tensor in states.items()}
 
     @torch.no_grad()
@@ -248,7 +249,7 @@ class StageUpdate:
         SnapshotError: it has none for this stage, or weights that are not trained are no longer those that it had.
         """
         for name, own in self._frozen_sums.items():
-            check_frozen(name, own, read)
+            check_frozen(name, own, self._frozen[name].dtype, read, names)
         for name, parameter in self._parameters.items():
             if is_here(parameter):
                 filled_weight(parameter).copy_(read(f"model/{name}"))
@@ -300,11 +301,22 @@ def sum_of_bits(weights: torch.Tensor) -> torch.Tensor:
     return weights.contiguous().view(_WORDS[weights.itemsize]).sum(dtype=torch.int64).cpu()
 
 
-def check_frozen(name: str, own: torch.Tensor, read: Callable[[str], torch.Tensor]) -> None:
-    """Raise SnapshotError if a parameter that is not trained differs from what it was; `own`: its `sum_of_bits`."""
-    if int(read(FROZEN + name)) != int(own):
+def frozen_dtype(name: str, names: Collection[str], usual: torch.dtype = torch.float32) -> torch.dtype:
+    """The type that a parameter which is not trained had, by a checkpoint's names; `usual` if it says both or none."""
+    types = [dtype for dtype, prefix in FROZEN.items() if prefix + name in names]
+    return types[0] if len(types) == 1 else usual
+
+
+def check_frozen(
+    name: str, own: torch.Tensor, dtype: torch.dtype, read: Callable[[str], torch.Tensor], names: Collection[str]
+) -> None:
+    """Raise SnapshotError if a parameter that is not trained differs from what it was.
+
+    `own`: its `sum_of_bits` in this type; `names`: the checkpoint's. What had another type cannot be compared.
+    """
+    if frozen_dtype(name, names, dtype) == dtype and int(read(FROZEN[dtype] + name)) != int(own):
         raise SnapshotError(
-            f"{name} is not trained (model.frozen_layers) and so not in checkpoints, but it differs from what the run "
-            "began with: put the model that model.path had then back into its place, or draw random weights with the "
-            "same torch on the same kind of processor"
+            f"{name} is not trained (model.frozen_layers, adapter) and so not in checkpoints, but it differs from what "
+            "the run began with: put the model that model.path had then back into its place, or draw random weights "
+            "with the same torch on the same kind of processor"
         )

@@ -6,7 +6,7 @@ configuration only, `connect` needs the plan and the transports.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from tahq.config.stage_estimate import (
     chunks_of,
     computes_in_bf16,
     frozen_chunks,
+    has_bf16_matrices,
     loss_chunks,
     stage_estimate,
 )
@@ -74,7 +75,7 @@ def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> Mo
     Where a tokenizer is needed, the size of its vocabulary is checked against the model's.
     """
     vocabulary = tokenizer_vocab_size or config.model.vocab_size or 1
-    spec = load_spec(config.model, vocab_size=vocabulary, seq_len=config.data.seq_len)
+    spec = load_spec(config.model, vocab_size=vocabulary, seq_len=config.data.seq_len, adapter=config.adapter)
     check_layers(config, spec)
     return spec
 
@@ -175,7 +176,7 @@ def chunk_module(
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
     which, memory = offloaded(config, stage, device), HostMemory(device)
-    reads_copies = computes_in_bf16(config, device.type) and matrix_dtype(config) == torch.float32
+    reads_copies = computes_in_bf16(config, device.type) and matrix_dtype(config, device) == torch.float32
     reads_copies = reads_copies and config.training.precision != "fp8"
     shares = shares_of(spec, slice_parameters(spec, blocks), config.pipeline.replicas, config.shards).values()
     if owners := [share.owner for share in shares if share.keeps_alone]:
@@ -205,15 +206,15 @@ def _slice(
     if settings is not None:
         build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings, placed=placed)
     elif placed is not None:
-        build = partial(build_offloaded_slice, placed=placed, matrices=matrix_dtype(config))
+        build = partial(build_offloaded_slice, placed=placed, matrices=matrix_dtype(config, device))
     else:
-        build = partial(build_slice, matrices=matrix_dtype(config))
+        build = partial(build_slice, matrices=matrix_dtype(config, device))
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 
-def matrix_dtype(config: ClusterConfig) -> torch.dtype:
-    """The type of weights with two dimensions."""
-    return torch.bfloat16 if config.training.has_bf16_weights else torch.float32
+def matrix_dtype(config: ClusterConfig, device: torch.device) -> torch.dtype:
+    """The type of weights with two dimensions on a device, apart from adapters'."""
+    return torch.bfloat16 if has_bf16_matrices(config, device.type) else torch.float32
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
@@ -236,12 +237,13 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
     if config.training.precision == "fp8":
         use_fp8_products(module, config.training.fp8)
     elif config.memory.activations == "none" and not config.training.is_low_rank and module.spec.layout.layers_like:
-        module.graphs = BlockGraphs(module) if next(module.parameters()).is_cuda else None
+        is_plain = config.adapter is None and next(module.parameters()).is_cuda
+        module.graphs = BlockGraphs(module) if is_plain else None
 
 
 def _fetch_weights(spec: ModelSpec, ranges: list[BlockRange], working: Callable[[str], None]) -> None:
     """Download the files of these blocks' weights, if the model is on the Hub."""
-    names = {name for blocks in ranges for name in slice_parameters(spec, blocks)}
+    names = {name for blocks in ranges for name in slice_parameters(replace(spec, adapter=None), blocks)}
     if spec.tied and HEAD_WEIGHT in names:
         names = names - {HEAD_WEIGHT} | {spec.layout.embedding_weight}
 

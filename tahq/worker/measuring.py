@@ -28,7 +28,7 @@ from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
+from tahq.models.slice import ModelSlice, Parts, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE
 from tahq.plan.cluster_numbers import LayerTimes
 from tahq.plan.measure.meter import Meter, MeterServer, Peer
@@ -370,10 +370,9 @@ class ComputeMeasurement:
 
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
-        random, matrices = RandomContext(0), matrix_dtype(self._config)
-        model = build_slice(
-            self._spec, parts, seed=0, device=self._device, random=random, weights=False, matrices=matrices
-        )
+        random, matrices = RandomContext(0), matrix_dtype(self._config, self._device)
+        model = ModelSlice(self._spec, parts, random, matrices)
+        model.materialise(self._device)
         keep_as_configured(self._config, model, self._stage, micro_batch)
         if model.graphs is not None:
             model.graphs.begin()
@@ -405,7 +404,8 @@ class ComputeMeasurement:
             start_s = now_s()
             y, gradient = forward()
             forward_s = now_s()
-            y.backward(gradient)  # type: ignore[no-untyped-call]
+            if y.requires_grad:  # not an embedding beside adapters
+                y.backward(gradient)  # type: ignore[no-untyped-call]
             return forward_s - start_s, now_s() - forward_s
 
         def input_lap() -> tuple[float]:

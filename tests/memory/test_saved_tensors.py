@@ -22,6 +22,7 @@ from tahq.memory.saved_tensors import (
     deferred_by_slice,
     saved_by_slice,
 )
+from tahq.models.adapters.config import AdapterConfig
 from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sharing_weight_copies
 from tahq.models.families import FAMILIES
 from tahq.models.keyed_dropout import RandomContext
@@ -102,6 +103,18 @@ every_range = pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "w
 )
 def test_count_equals_what_autograd_saves(family, keys, blocks, bf16):
     check_count(make_spec(family, **keys), blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16))
+
+
+@every_type
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi3"])
+def test_count_with_adapters_is_a_little_above_what_autograd_saves(family, adapter, bf16):
+    spec = replace(make_spec(family), adapter=AdapterConfig(rank=4, **adapter))
+    blocks, matrices = BlockRange(1, 2, 3), torch.bfloat16 if bf16 else torch.float32
+    module = build_slice(spec, blocks, seed=0, device="cpu", random=RandomContext(0), matrices=matrices).train()
+    own, _ = measured_nbytes(spec, blocks, bf16=bf16, module=module)
+    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, weight_nbytes=2 if bf16 else 4))
+    assert own <= 1.01 * counted < 1.8 * own
 
 
 @every_range

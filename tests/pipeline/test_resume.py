@@ -2,6 +2,7 @@ import pytest
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import SnapshotError
+from tahq.models.adapters.config import AdapterConfig
 from tahq.pipeline.checkpoint.resume import RULES, Verdict, _flatten, _rule, compare_configs, keep_model_sizes
 
 LOSSLESS = {"wire.activations": "raw:dtype=fp32", "wire.gradients": "raw"}
@@ -240,7 +241,7 @@ def test_every_key_of_the_configuration_has_a_rule():
 
 
 def test_every_rule_belongs_to_a_key():
-    keys = set(_flatten(config()))
+    keys = set(_flatten({**config(), "adapter": AdapterConfig().model_dump()}))
     for prefix in RULES:
         assert any(key == prefix or key.startswith(f"{prefix}.") for key in keys), prefix
 

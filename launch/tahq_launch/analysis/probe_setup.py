@@ -21,6 +21,7 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
 from tahq.errors import ConfigError, UserError, brief
+from tahq.models.adapters.config import is_adapter
 from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
@@ -135,7 +136,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         weights = f"from {request.weights}"
         found = FolderWeights.find(str(request.weights), spec.layout)
         tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
-        found.read_into(model.weights, tied)
+        found.read_into({name: each for name, each in model.weights.items() if not is_adapter(name)}, tied)
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)
 
 
@@ -169,7 +170,7 @@ def _start(request: ProbeRequest) -> _Start:
 
 
 def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *, with_weights: bool) -> CutModel:
-    seed, random, matrices = config.run.seed, RandomContext(config.run.seed), matrix_dtype(config)
+    seed, random, matrices = config.run.seed, RandomContext(config.run.seed), matrix_dtype(config, device)
     slices = [
         build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights, matrices=matrices)
         for blocks in block_ranges(config, spec)

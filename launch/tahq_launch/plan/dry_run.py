@@ -80,7 +80,7 @@ class _DryRun:
         vocab_size = config.model.vocab_size or 1
         if config.model.path is None and config.model.vocab_size is None:
             vocab_size = load_tokenizer(config.data).vocab_size
-        self.spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
+        self.spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, adapter=config.adapter)
         self.config = config = with_memory_choices(config, self.spec)
         self.ranges = block_ranges(config, self.spec)
         self.schedule = schedule_of(config, self.spec)
@@ -138,12 +138,21 @@ class _DryRun:
         source = spec.path if spec.folder is not None else f"{spec.family} with random weights"
         shorter = "".join(f", {size} until step {last}" for size, last in training.seq_len_schedule)
         return (
-            f"run {self.config.run.name}: {source}, {sum(self.num_parameters):,} parameters\n"
+            f"run {self.config.run.name}: {source}, {sum(self.num_parameters):,} parameters{self._adapters()}\n"
             f"  {spec.num_layers} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}, "
             f"sequences of {self.config.data.seq_len} tokens{shorter}\n"
             f"  {length} of {training.global_batch} samples = {training.num_micro_batches} micro-batches of "
             f"{training.micro_batch}; {training.optimizer}, learning rate {training.lr:g}"
         )
+
+    def _adapters(self) -> str:
+        """How many of the parameters are trained, if only adapters are."""
+        adapter = self.spec.adapter
+        if adapter is None:
+            return ""
+        shapes = slice_parameters(self.spec, BlockRange(0, self.spec.num_layers, self.spec.num_layers))
+        count = sum(math.prod(shape) for name, shape in shapes.items() if self.spec.is_trained(name))
+        return f", {count:,} of them in adapters of rank {adapter.rank}, which alone are trained"
 
     def _samples(self) -> str:
         """The first records as the model sees them; none where the data is not on this machine."""

@@ -121,9 +121,10 @@ def check_reachable(config: ClusterConfig) -> None:
 def warnings_about(config: ClusterConfig) -> list[str]:
     """Warnings about allowed but dangerous or improbable settings."""
     found, training = list[str](), config.training
-    most = _MOST_LR_OF_A_TRAINED_MODEL if config.model.path is not None else _MOST_LR
+    changes_a_trained_model = config.model.path is not None and config.adapter is None
+    most = _MOST_LR_OF_A_TRAINED_MODEL if changes_a_trained_model else _MOST_LR
     if training.optimizer not in ("sgd", "ema_sgd") and training.lr > most:
-        what = "a model that was trained before" if config.model.path is not None else training.optimizer
+        what = "a model that was trained before" if changes_a_trained_model else training.optimizer
         found.append(f"warning: training.lr {training.lr:g} is high for {what}: above {most:g} losses usually diverge")
     if not (config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(LOOPBACK)):
         found.append(

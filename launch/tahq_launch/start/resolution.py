@@ -42,7 +42,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     config = resolve(with_measured(with_profile(config)))
     _check_uplinks(config)
     vocab_size = load_tokenizer(config.data).vocab_size
-    spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
+    spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, adapter=config.adapter)
     check_layers(config, spec)
     ranges = block_ranges(config, spec)
     vocabulary = {"vocab_size": spec.vocab_size} if config.model.path is None else {}

@@ -17,7 +17,15 @@ from torch import nn
 from tahq.memory.agoq.stored_inputs import is_norm
 from tahq.memory.config import Offload
 from tahq.memory.offload.host_memory import HostMemory, Offloaded
-from tahq.memory.offload.host_part import HostPart, copy_for_products, filled_weight, host_part, is_here
+from tahq.memory.offload.host_part import (
+    HostPart,
+    copy_for_products,
+    filled_weight,
+    host_part,
+    is_here,
+    kept_values,
+)
+from tahq.models.adapters.lora import fill_magnitudes
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -56,6 +64,7 @@ def build_offloaded_slice(
     if not weights:
         parameters = {name: each for name, each in parameters.items() if not each.requires_grad}
     fill_weights(spec, {name: filled_weight(p) for name, p in parameters.items() if is_here(p)}, seed, filled)
+    fill_magnitudes(module, kept_values)
     copy_for_products(parameters.values())
     return module
 

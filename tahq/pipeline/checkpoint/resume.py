@@ -298,6 +298,8 @@ RULES: Mapping[str, KeyRule] = {
         "the checkpoint has weights and states of the others only",
         (lambda old, new: not (_get(old, _FROZEN) or _get(new, _FROZEN)), "none is frozen"),
     ),
+    "adapter": KeyRule(Verdict.REFUSED, "the checkpoint has what that trained"),
+    "adapter.dropout": KeyRule(Verdict.INEXACT, "other inputs of adapters are dropped"),
     "data": KeyRule(Verdict.REFUSED, "which samples were seen, and which are held out, would no longer be known"),
     "data.tokenizer": KeyRule(Verdict.REFUSED, "the embedding has a row for each of its tokens"),
     "data.seq_len": KeyRule(

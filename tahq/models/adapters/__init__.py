@@ -1,0 +1,1 @@
+"""Adapters: small trained matrices beside a model's own weights, which stay as they are."""
