@@ -103,7 +103,9 @@ class _Weights:
 
 def _without_adapters(spec: ModelSpec) -> ModelSpec:
     """The model to write; beside adapters a tied head stays tied."""
-    return replace(spec, adapter=None, tie="sync") if spec.adapter is not None and spec.tied else spec
+    if spec.adapter is None:
+        return spec
+    return replace(spec, adapter=None, tie="sync" if spec.tied else spec.tie)
 
 
 def _matrix_dtype(config: ClusterConfig, spec: ModelSpec) -> torch.dtype:

@@ -108,6 +108,8 @@ def test_adapters_train_as_pefts_do_and_are_exported(tmp_path, family, kind, sta
 
     export(tmp_path, run, "lora", "--adapter")
     export(tmp_path, run, "merged")
+    own = load_file(tmp_path / "hf" / "model.safetensors")
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == own.keys()
     tokens = torch.arange(64).view(2, 32) * 5 % 256
     import peft
 
