@@ -48,6 +48,9 @@ class Batch:
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(SHAPE.boundary), torch.zeros(SHAPE.boundary[:2], dtype=torch.int64)
 
+    def micro_batch_positions(self, index: int) -> None:
+        return None
+
 
 class Batches:
     """The same batch at every step."""
@@ -63,7 +66,7 @@ class Watched(Multiplication):
         super().__init__()
         self.stage, self.calls = stage, 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: None = None) -> torch.Tensor:
         self.calls += 1
         if self.stage == 1:
             recording.clear()

@@ -59,7 +59,7 @@ class Multiplication(torch.nn.Module):
         super().__init__()
         self.factor = torch.nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: None = None) -> torch.Tensor:
         return x * self.factor
 
 
@@ -71,6 +71,9 @@ class TinyBatch:
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(SHAPE.boundary), torch.zeros(SHAPE.boundary[:2], dtype=torch.int64)
+
+    def micro_batch_positions(self, index: int) -> None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def expert_outputs(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weig
 
 def _sizes(experts: torch.Tensor, num_experts: int) -> list[int]:
     """The number of rows of each expert."""
-    if hasattr(experts, "fake_mode"):  # shapes without numbers: whoever has the rows, they take the same memory
+    if hasattr(experts, "fake_mode"):  # shapes without numbers; rows take the same memory in any expert
         each, more = divmod(len(experts), num_experts)
         return [each + (expert < more) for expert in range(num_experts)]
     sizes: list[int] = torch.bincount(experts, minlength=num_experts).tolist()
