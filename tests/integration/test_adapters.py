@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.runs import Run, assert_same_run, finish, launch, overrides, start, tiny, train, write_config
+from support.small_slices import EXPERTS
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -20,9 +21,10 @@ from tahq.models.config import ModelConfig
 from tahq.models.model_spec import load_spec
 
 STEPS = 10
-FAMILIES = {"gpt2": {}, "llama": {"num_kv_heads": 2, "intermediate_size": 96}}
+_GROUPED = {"num_kv_heads": 2, "intermediate_size": 96}
+FAMILIES = {"gpt2": {}, "llama": _GROUPED, "qwen3_moe": _GROUPED | {"overrides": EXPERTS["qwen3_moe"]}}
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
-EVERY = [(family, kind) for family in FAMILIES for kind in KINDS]
+EVERY = [*((family, kind) for family in ("gpt2", "llama") for kind in KINDS), ("qwen3_moe", "lora")]
 
 
 def save_base(folder, family: str = "gpt2"):
@@ -48,7 +50,8 @@ def config_of(**sections) -> dict:
 def with_peft(base, adapter: dict, seed: int):
     """peft's model, in which A begins as in tahq; and the names that tahq has for its parameters."""
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-    keys = {"r": adapter["rank"], "lora_alpha": adapter["alpha"], "target_modules": "all-linear"}
+    targets = adapter.get("targets", "all-linear")
+    keys = {"r": adapter["rank"], "lora_alpha": adapter["alpha"], "target_modules": targets}
     switches = {f"use_{name}": adapter.get(name, False) for name in ("rslora", "dora")}
     model = peft.get_peft_model(base, peft.LoraConfig(**keys, **switches, task_type="CAUSAL_LM"))
     named = {name.removeprefix("base_model.model.").replace(".default", ""): p for name, p in model.named_parameters()}
@@ -96,7 +99,8 @@ def train_in_one_loop(model, parameters, config: ClusterConfig) -> list[float]:
 )
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:fan_in_fan_out:UserWarning")
 def test_adapters_train_as_pefts_do_and_are_exported(tmp_path, family, kind, stages):
-    config = config_of(adapter=KINDS[kind], pipeline={"stages": stages})
+    targets = {"targets": ["q_proj", "v_proj"]} if family in EXPERTS else {}  # peft's all-linear has experts, too
+    config = config_of(adapter=KINDS[kind] | targets, pipeline={"stages": stages})
     save_base(tmp_path / "hf", family)
     run = train(tmp_path, config)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

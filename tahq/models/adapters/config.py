@@ -49,7 +49,7 @@ class AdapterConfig(Section):
     """Probability, on the input of A."""
     targets: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_text_as_list)] = "all-linear"
     """Linear layers with an adapter, by the ends of their names, as peft's `target_modules`: `[q_proj, v_proj]`, for
-    GPT-2 `[c_attn, mlp.c_proj]`. `all-linear`: all of each block."""
+    GPT-2 `[c_attn, mlp.c_proj]`. `all-linear`: all of each block, but not the stacked weights of experts."""
     layers: Layers | None = None
     """Blocks with adapters, from 0: a list, or `8-15`. Not set: all."""
     rslora: bool = False
