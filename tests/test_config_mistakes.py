@@ -65,6 +65,11 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
             "messages: chat.jsonl",
             "data.messages is not a key of data; use data.records, which may be chats",
         ),
+        (
+            "text: stdlib",
+            "group_by_length: true",
+            "data.group_by_length is not a key of data; use data.packing; rows ha",
+        ),
         ("steps: 10", "save_total_limit: 3", "training.save_total_limit is not a key of training; use run.keep_check"),
         ("hosts: local", "lora_r: 8", "lora_r is not a section of a configuration; use adapter.rank"),
         ("hosts: local", "adapter: {r: 8}", "adapter.r is not a key of adapter; use adapter.rank"),

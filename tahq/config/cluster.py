@@ -59,7 +59,7 @@ _OTHER_NAMES = {
     "model.path, a folder or Hub name": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
     "data.text, data.tokens or data.records, files or a name on the Hub": "datasets dataset dataset_name train_file",
     "data.records, which may be chats; the template is the tokenizer's": "messages conversations chat_template",
-    "data.packing, which is on where records are many": "sample_packing multipack neat_packing pack_sequences",
+    "data.packing, by default on where an epoch keeps 100 steps": "sample_packing multipack neat_packing",
     "data.truncation: end, start, drop or error": "excess_length_strategy truncation_mode truncation_side",
     "data.packing; rows have one length": "pad_to_sequence_len pad_to_max_length group_by_length length_column_name",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
