@@ -8,6 +8,7 @@ import torch
 from support.cuts import codec_table, cut_sides
 from support.plain_loop import PlainModel
 from support.runs import tiny
+from support.small_slices import EXPERTS
 from torch.nn import functional
 
 from tahq.config.cluster import ClusterConfig
@@ -15,6 +16,7 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
+from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.slice import HEAD_WEIGHT
 from tahq.pipeline.boundary import CutIdentity
 from tahq.pipeline.cut_model import UNCOMPRESSED, CutModel, ProbedWire
@@ -35,7 +37,9 @@ def configured(**sections) -> ClusterConfig:
 
 def cut_model(config: ClusterConfig, *, cut: bool = True) -> CutModel:
     num_pieces = partial(config.training.num_pieces, seq_len=config.data.seq_len)
-    return CutModel(PlainModel(config, cut=cut).slices, seed=config.run.seed, num_pieces=num_pieces)
+    slices = PlainModel(config, cut=cut).slices
+    router_loss = router_loss_of(config.training.router_aux_loss, slices[0].spec)
+    return CutModel(slices, seed=config.run.seed, num_pieces=num_pieces, router_loss=router_loss)
 
 
 def batch_source(config: ClusterConfig) -> BatchSource:
@@ -53,8 +57,11 @@ def plain_gradients(config: ClusterConfig, *, cut: bool) -> tuple[float, dict[st
     model, batch, total = PlainModel(config, cut=cut), first_batch(config), 0.0
     for index in range(config.training.num_micro_batches):
         tokens, labels = batch.micro_batch(index)
+        balance = model.begin_balance(tokens.numel())
         logits = model.forward(tokens, 3, index)
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / batch.num_tokens
+        if balance is not None:
+            balance.totals = balance.sums[0]
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad for name, p in model.parameters().items()}
@@ -69,6 +76,10 @@ CONFIGS = {
     "gpt2 with dropout": {"model": {"dropout": 0.1}},
     "llama": {"model": {"family": "llama", "num_kv_heads": 1, "intermediate_size": 48}},
     "two stages": {"pipeline": {"stages": 2}},
+    "balanced experts": {
+        "model": {"family": "mixtral", "num_kv_heads": 1, "overrides": EXPERTS["mixtral"]},
+        "training": {"router_aux_loss": "pooled"},
+    },
     "samples in pieces": {"pipeline": {"stages": 2}, "training": {"seq_len_schedule": [[8, 4]]}},
 }
 
