@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from integration.test_replicas import check_killed_worker
 from support.exactness import assert_equal_to_the_bit, plain
 from support.plain_loop import PlainRun
 from support.runs import launch, overrides, tiny, train
@@ -120,6 +121,13 @@ def test_replicas_balance_experts_of_each_micro_batch(tmp_path, key):
         memory={"shard": ["optimizer", "gradients", "weights"]},
     )
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config, cut=True))
+
+
+@pytest.mark.acceptance
+def test_a_returning_worker_gets_the_counts_of_experts_again(tmp_path, monkeypatch):
+    sections = {"model": EXPERTS_MODEL, "pipeline": {"stages": 4}, "run": {"checkpoint_every": 2}}
+    config = tiny(**sections, training={"steps": 5}, wire=LOSSY)
+    check_killed_worker(tmp_path, monkeypatch, config, "kill@backward:stage=2:step=3")
 
 
 @pytest.mark.ci
