@@ -4,16 +4,26 @@ import json
 
 import pytest
 from support.runs import assert_same_run, finish, overrides, tiny, train
+from support.small_slices import EXPERTS
+
+BALANCED = {"overrides": {**EXPERTS["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.1}}
 
 
-@pytest.mark.ci
-def test_packed_run_has_the_same_bits_cut_and_resumed_and_transformers_finds_its_loss(tmp_path):
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({}, marks=pytest.mark.ci),
+        pytest.param({"family": "mixtral", "num_kv_heads": 1, **BALANCED}, marks=pytest.mark.acceptance),
+    ],
+    ids=["dense", "counts of experts beside positions"],
+)
+def test_packed_run_has_the_same_bits_cut_and_resumed_and_transformers_finds_its_loss(tmp_path, model):
     pairs = [{"prompt": f"{n} times {n} is ", "response": f"{n * n}"} for n in range(200)]
     for folder in ("one", "three", "resumed"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     data = {"text": None, "records": "pairs.jsonl", "packing": True, "seq_len": 48, "validation": 0.2}
-    config = tiny(data=data, training={"eval_every": 2, "eval_batches": 1}, run={"checkpoint_every": 2})
+    config = tiny(model=model, data=data, training={"eval_every": 2, "eval_batches": 1}, run={"checkpoint_every": 2})
     one = train(tmp_path / "one", config, *overrides("pipeline.stages=1"))
     three = train(tmp_path / "three", config, *overrides("pipeline.stages=3"))
     assert_same_run(one, three)
