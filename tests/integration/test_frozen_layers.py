@@ -12,6 +12,8 @@ from support.runs import assert_same_run, finish, launch, tiny, train
 from tahq import fault_points
 from tahq.config.cluster import ClusterConfig
 
+pytestmark = pytest.mark.ci
+
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=6"}
 
 
@@ -25,7 +27,6 @@ def links_with_gradients(run) -> set[int]:
     return {link["link"] for row in run.metrics for link in row["links"] if link["direction"] == "gradients"}
 
 
-@pytest.mark.ci
 def test_losses_are_those_of_transformers_with_frozen_layers_and_no_gradient_goes_below_them(tmp_path):
     model = saved_model("qwen3", tmp_path / "hf", tied=False)  # 4 blocks
     for name, parameter in model.named_parameters():
@@ -93,7 +94,6 @@ def expected():
     return plain(config())
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda keys: f"{keys.get('schedule', 'alone')}-{keys['stages']}")
 def test_cuts_and_schedules_give_the_plain_loop_with_frozen_layers(tmp_path, expected, pipeline):
     assert_equal_to_the_bit(launch(tmp_path, config(pipeline=pipeline)), expected)
@@ -103,16 +103,15 @@ def test_cuts_and_schedules_give_the_plain_loop_with_frozen_layers(tmp_path, exp
     ("frozen_layers", "sections"),
     [
         (4, {"wire": LOSSY, "pipeline": {"schedule": "zero-bubble"}}),
-        pytest.param(8, {"wire": LOSSY}, marks=pytest.mark.ci),
-        pytest.param(5, {"memory": {"recompute": "block", "offload": ["m", "v", "weights"]}}, marks=pytest.mark.ci),
-        pytest.param(
+        (8, {"wire": LOSSY}),
+        (5, {"memory": {"recompute": "block", "offload": ["m", "v", "weights"]}}),
+        (
             3,
             {
                 "pipeline": {"stages": 2, "layers": [2, 6], "replicas": 2},
                 "memory": {"shard": ["optimizer", "gradients", "weights"]},
                 "wire": {"all_reduce": "raw:dtype=fp32"},
             },
-            marks=pytest.mark.ci,
         ),
     ],
     ids=["lossy", "head only", "offloaded", "replicas"],
@@ -126,7 +125,6 @@ def test_frozen_layers_give_the_plain_loop_with(tmp_path, frozen_layers, section
         assert links_with_gradients(run) == {link for link, stop in enumerate(stops) if stop > frozen_layers}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "fault", ["kill@forward:stage=0:step=4", "kill@backward:stage=2:step=4", "kill@prepared:stage=1:step=5"]
 )
@@ -142,7 +140,6 @@ def test_killed_workers_of_frozen_and_of_trained_stages_return_exactly(tmp_path,
     assert links_with_gradients(run) == {2}
 
 
-@pytest.mark.ci
 def test_resumed_run_continues_exactly_and_keeps_its_frozen_layers(tmp_path):
     given = config(wire=LOSSY, training={"steps": 6})
     calm = train(tmp_path / "calm", given)
