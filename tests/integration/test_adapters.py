@@ -25,6 +25,7 @@ _GROUPED = {"num_kv_heads": 2, "intermediate_size": 96}
 FAMILIES = {"gpt2": {}, "llama": _GROUPED, "qwen3_moe": _GROUPED | {"overrides": EXPERTS["qwen3_moe"]}}
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
 EVERY = [*((family, kind) for family in ("gpt2", "llama") for kind in KINDS), ("qwen3_moe", "lora")]
+SMOKE = (("gpt2", "lora"), ("llama", "dora"))
 
 
 def save_base(folder, family: str = "gpt2"):
@@ -93,8 +94,8 @@ def train_in_one_loop(model, parameters, config: ClusterConfig) -> list[float]:
 @pytest.mark.parametrize(
     ("family", "kind", "stages"),
     [
-        pytest.param(family, kind, 2 + 2 * (number % 2), marks=pytest.mark.ci if number < 5 else ())
-        for number, (family, kind) in enumerate(EVERY)
+        pytest.param(*each, stages, marks=pytest.mark.ci if each in SMOKE else pytest.mark.acceptance)
+        for each, stages in zip(EVERY, (2, 4, 2, 4, 2, 4, 2), strict=True)
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:fan_in_fan_out:UserWarning")
