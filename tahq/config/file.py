@@ -65,8 +65,8 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins
         raise ConfigError(f"{path} is empty; the least it needs are the sections model and data")
     if not isinstance(value, dict):
         raise ConfigError(f"{path}:{document.lines[()]}: expected sections such as `model:`, got {brief(repr(value))}")
-    # `links:` with every key commented out means the defaults, not null
-    values = {name: {} if each is None and name != "hosts" else each for name, each in value.items()}
+    # `links:` with every key commented out means the defaults, not null; `adapter: null` means none
+    values = {name: {} if each is None and name not in ("hosts", "adapter") else each for name, each in value.items()}
     values = with_present_names(values)
     known: dict[KeyPath, int | str] = {present_path(path): line for path, line in document.lines.items()}
     for key, line in document.lines.items():  # a section may have nothing but keys that were moved

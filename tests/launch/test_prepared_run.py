@@ -129,6 +129,16 @@ def test_continued_run_keeps_its_positions():
         continued_config(old, changed(TINY, "data", seq_len=64))
 
 
+def test_continued_run_of_a_version_without_packing_stays_unpacked():
+    values = TINY.model_dump(mode="json", exclude_unset=True)
+    pairs = ClusterConfig.model_validate(values | {"data": {"records": "pairs.jsonl", "seq_len": 32}})
+    old = pairs.model_dump(mode="json")
+    del old["data"]["packing"]
+    assert continued_config(old, pairs).data.packing is False
+    assert continued_config(pairs.model_dump(mode="json"), pairs).data.packing == "auto"
+    assert continued_config(old, changed(pairs, "data", packing=True)).data.packing is True
+
+
 RUNGS = ["wf:bits=2", "wf:bits=4"]
 
 

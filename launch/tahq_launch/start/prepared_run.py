@@ -385,6 +385,8 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
         values["memory"]["loss_chunks"] = old.get("memory", {}).get("loss_chunks", 1)
     if given.memory.agoq.bits == "auto" and values["pipeline"]["stages"] == old.get("pipeline", {}).get("stages"):
         values["memory"]["agoq"] |= {"bits": old.get("memory", {}).get("agoq", {}).get("bits", "auto")}
+    if "packing" not in given.data.model_fields_set:  # records of former versions were never packed
+        values["data"]["packing"] = old.get("data", {}).get("packing", False)
     left_open = (("data", ("seq_len",)), ("training", ("micro_batch",)), ("wire", ("activations", "gradients")))
     for name, keys in left_open:
         for key in keys:
