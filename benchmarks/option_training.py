@@ -87,8 +87,7 @@ class OptionTraining:
 
     def held_out_loss(self) -> float:
         """Mean loss of the last run's weights on data that is not trained on."""
-        result = self._stage.engine.evaluate(0, HELD_OUT_BATCHES)
-        assert result is not None
+        (result,) = self._stage.engine.evaluate(0, HELD_OUT_BATCHES)
         return result.loss_sum / result.tokens
 
     def _config(self, seed: int, steps: int) -> ClusterConfig:

@@ -38,10 +38,11 @@ def is_hub_name(path: str) -> bool:
     return bool(_PINNED.fullmatch(path))
 
 
-def pinned(path: str, kind: Kind = "model") -> str:
+def pinned(path: str, kind: Kind = "model", key: str | None = None) -> str:
     """A path here, or what is no name; ``NAME@COMMIT`` for ``NAME`` or ``NAME@REVISION`` on the Hub.
 
-    For the machine that starts a run: on others a folder may be missing, and must not be taken for a name.
+    For the machine that starts a run: on others a folder may be missing, and must not be taken for a name. Messages
+    name the setting by `key`, None: as is usual for the kind.
 
     Raises:
         ModelError, DataError: the Hub has none of this name, or does not give it to this user, or cannot be reached.
@@ -50,7 +51,16 @@ def pinned(path: str, kind: Kind = "model") -> str:
     if is_file or is_hub_name(path) or not _NAME.fullmatch(path) or os.path.exists(os.path.expanduser(path)):
         return path
     name, revision = _parts(path)
-    return f"{name}@{_small_files(name, revision, kind).name}"
+    return f"{name}@{_small_files(name, revision, kind, key).name}"
+
+
+def pinned_data(key: str, path: str) -> str:
+    """As `pinned`, a path of a setting of `data:`.
+
+    Beside `data.records`, sets of `data.validation` may be on the Hub; a name of theirs with an ending needs an ``@``.
+    """
+    is_of_a_set = key.startswith("data.validation") and ("@" in path or not Path(path).suffix)
+    return pinned(path, "dataset", key) if key == "data.records" or is_of_a_set else path
 
 
 def local_folder(path: str) -> Path:
@@ -92,7 +102,7 @@ def download(path: str, file: str, told: Callable[[int, int], None] = lambda don
         return Path(hf_hub_download(name, file, revision=revision, tqdm_class=Progress))
 
 
-def dataset_files(path: str, subset: str | None, split: str | None) -> list[Path]:
+def dataset_files(path: str, subset: str | None, split: str | None, key: str = "data.records") -> list[Path]:
     """The files of a dataset ``NAME@COMMIT`` that hold a split, downloaded if they are not here, in order.
 
     They are those that the dataset's README lists for it; without such a list those with the split's name in theirs, or
@@ -102,7 +112,7 @@ def dataset_files(path: str, subset: str | None, split: str | None) -> list[Path
         DataError: there is no such split or subset, or the Hub does not give it.
     """
     split = split or "train"
-    listed = _listed(_small_files(*_parts(path), "dataset") / "README.md", path, subset, split)
+    listed = _listed(_small_files(*_parts(path), "dataset", key) / "README.md", f"{key} {path}", subset, split)
     if listed is not None:
         found = _fetched(path, listed)
     else:
@@ -113,13 +123,13 @@ def dataset_files(path: str, subset: str | None, split: str | None) -> list[Path
     if not found:
         where = f"the split {split} of its subset {subset}" if subset else f"the split {split}"
         raise DataError(
-            f"data.records {path} has no file of {where} that ends with {', '.join(DATA_FILES)}; set data.split or "
+            f"{key} {path} has no file of {where} that ends with {', '.join(DATA_FILES)}; set data.split or "
             "data.subset to what it has, or download it and name its files"
         )
     return found
 
 
-def _listed(readme: Path, path: str, subset: str | None, split: str) -> list[str] | None:
+def _listed(readme: Path, what: str, subset: str | None, split: str) -> list[str] | None:
     """The patterns of files that a dataset's README has for a split; None: it lists none."""
     head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.exists() else None
     try:
@@ -134,12 +144,14 @@ def _listed(readme: Path, path: str, subset: str | None, split: str) -> list[str
     marked = [name for name, each in zip(by_name, listed, strict=True) if each.get("default")]
     chosen = subset or ([*by_name] if len(by_name) == 1 else marked or ["default"])[0]
     if chosen not in by_name:
-        raise DataError(f"data.records {path} has the subsets {', '.join(by_name)}; set data.subset to one of them")
+        raise DataError(f"{what} has the subsets {', '.join(by_name)}; set data.subset to one of them")
     files = by_name[chosen]
     of_splits = files if isinstance(files, list) and isinstance(files[0], dict) else [{"split": "train", "path": files}]
     by_split = {str(each.get("split")): each.get("path") for each in of_splits}
     if split not in by_split:
-        raise DataError(f"data.records {path} has the splits {', '.join(by_split)}; set data.split to one of them")
+        is_to_train_on = what.startswith("data.records")
+        remedy = "set data.split to one of them" if is_to_train_on else f"not {split}; download one and name its files"
+        raise DataError(f"{what} has the splits {', '.join(by_split)}; {remedy}")
     patterns = by_split[split]
     return [str(each) for each in (patterns if isinstance(patterns, list) else [patterns])]
 
@@ -157,11 +169,11 @@ def _fetched(path: str, patterns: list[str], but: re.Pattern[str] | None = None)
 
 
 @cache
-def _small_files(name: str, revision: str, kind: Kind = "model") -> Path:
+def _small_files(name: str, revision: str, kind: Kind = "model", key: str | None = None) -> Path:
     from huggingface_hub import snapshot_download  # imports a web client
 
     patterns = _SMALL if kind == "model" else ["README.md"]
-    with _in_one_line(name, kind):
+    with _in_one_line(name, kind, key):
         return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns))
 
 
@@ -171,12 +183,13 @@ def _parts(path: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _in_one_line(path: str, kind: Kind = "model") -> Iterator[None]:
+def _in_one_line(path: str, kind: Kind = "model", given: str | None = None) -> Iterator[None]:
     from huggingface_hub import errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    key, place, refused = _WORDS[kind]
+    usual, place, refused = _WORDS[kind]
+    key = given or usual
     try:
         yield
     except errors.GatedRepoError as error:

@@ -213,6 +213,7 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             "training: warmup_steps 5 and decay_steps 6 do not fit into steps 10",
         ),
         (["training.eval_every=5", "data.validation=0"], "training.eval_every needs validation samples, but data.v"),
+        (["data.validation={a: 0.1, b: 0.2}"], "data: validation: a and b are shares of the data; give files to all"),
         (
             ["memory.attention_chunks=2", "model.dropout=0.1"],
             "memory.attention_chunks divides the work of a fused kernel, but with model.dropout attention is written",

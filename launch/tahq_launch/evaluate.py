@@ -19,7 +19,7 @@ from tahq.config.file import config_from_json
 from tahq.config.stage_estimate import computes_in_bf16
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
-from tahq.data.dataset import NO_LOSS, load_dataset
+from tahq.data.dataset import NO_LOSS, ValidationSet, load_dataset, load_validation
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import DataError, UserError
 from tahq.models.loss import cross_entropy
@@ -65,6 +65,16 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Tokens, labels, and positions where rows have several records, each int64 [B, S]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Micro-batches to evaluate on, their number, and what they are; the only ones may have no name."""
+
+    batches: Iterable[MicroBatch]
+    total: int
+    what: str
+    name: str = ""
+
+
 def print_evaluation(request: EvalRequest, *, as_json: bool) -> None:
     """Evaluate a model and print the figures, as text or as one JSON object.
 
@@ -82,21 +92,26 @@ def print_evaluation(request: EvalRequest, *, as_json: bool) -> None:
     with model_folder(request.model, request.step) as folder:
         model, tokenizer = load_model(folder, device)
         if request.text or request.data is not None or tasks is None:
-            batches, total, what = _data(request, run, config, folder, model)
-            found = loss_of(model, batches, _precision(config, device), total)
-            values |= {"data": what, "tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
+            parts = _data(request, run, config, folder, model)
+            found = [_values(part, loss_of(model, part, _precision(config, device))) for part in parts]
+            named = {part.name: each for part, each in zip(parts, found, strict=True) if part.name}
+            values |= found[0] | ({"sets": named} if named else {})
         if tasks is not None:
             values["tasks"] = _results(model, tokenizer, tasks, request)
     print(json.dumps(values) if as_json else "\n".join(_lines(values)))
 
 
+def _values(data: Data, found: Loss) -> dict[str, Any]:
+    return {"data": data.what, "tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
+
+
 def _lines(values: dict[str, Any]) -> Iterator[str]:
     step = f" after step {values['step']}" if "step" in values else ""
     yield f"{values['model']}{step}"
-    if "loss" in values:
-        yield f"  {'data':<12}{values['data']}, {values['tokens']:,} tokens with a loss"
-        yield f"  {'loss':<12}{figures.loss(values['loss'])} nats per token"
-        yield f"  {'perplexity':<12}{values['perplexity']:.4g}"
+    for each in values.get("sets", {"": values} if "loss" in values else {}).values():
+        yield f"  {'data':<12}{each['data']}, {each['tokens']:,} tokens with a loss"
+        yield f"  {'loss':<12}{figures.loss(each['loss'])} nats per token"
+        yield f"  {'perplexity':<12}{each['perplexity']:.4g}"
     for task, metrics in values.get("tasks", {}).items():
         yield f"  {task:<12}{', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}"
 
@@ -105,29 +120,23 @@ def _lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 @torch.no_grad()
-def loss_of(
-    model: Any,
-    batches: Iterable[MicroBatch],
-    precision: AbstractContextManager[object],
-    total: int,
-) -> Loss:
+def loss_of(model: Any, data: Data, precision: AbstractContextManager[object]) -> Loss:
     """The mean loss of a model over all labels of micro-batches.
 
     Args:
         model: a transformers model for causal language modelling, in evaluation mode.
-        batches: the micro-batches.
+        data: the micro-batches.
         precision: a context in which the model computes.
-        total: number of micro-batches, for the progress.
     """
     loss_sum, tokens, progress = 0.0, 0, progress_of("evaluating")
-    for done, (inputs, labels, positions) in enumerate(batches, start=1):
+    for done, (inputs, labels, positions) in enumerate(data.batches, start=1):
         # transformers finds the records of a row by positions, if it keeps no cache
         packed = {} if positions is None else {"position_ids": positions.to(model.device), "use_cache": False}
         with precision:
             logits = model(inputs.to(model.device), **packed).logits
             loss_sum += float(cross_entropy(logits, labels.to(model.device))[1])
         tokens += int((labels != NO_LOSS).sum())
-        progress(done / total)
+        progress(done / data.total)
     return Loss(loss_sum / tokens, tokens)
 
 
@@ -138,26 +147,19 @@ def _precision(config: ClusterConfig | None, device: str) -> AbstractContextMana
     return nullcontext()
 
 
-def _data(
-    request: EvalRequest, run: Path | None, config: ClusterConfig | None, folder: Path, model: Any
-) -> tuple[Iterator[MicroBatch], int, str]:
-    """Micro-batches, their number, and what they are."""
+def _data(request: EvalRequest, run: Path | None, config: ClusterConfig | None, folder: Path, model: Any) -> list[Data]:
     if run is None or config is None:
         if not request.text:
             raise UserError(f"{request.model} does not say on which data; give --text FILE, or --data RUN")
         tokenizer = load_tokenizer(DataConfig(text="-", tokenizer=str(folder)))
         longest = getattr(model.config, "max_position_embeddings", None) or _FOLDER_SEQ_LEN
-        return *_text(request.text, tokenizer, min(longest, _FOLDER_SEQ_LEN)), _named(request.text)
+        return [_text(request.text, tokenizer, min(longest, _FOLDER_SEQ_LEN))]
     tokenizer = source_of(RunFolder(run), config)[1]
     if run != request.model:
         _check_same_tokenizer(request, tokenizer, folder)
     if request.text:
-        return *_text(request.text, tokenizer, config.data.seq_len), _named(request.text)
-    return *_held_out(config, tokenizer, request.batches), f"the held-out part of {run}'s data"
-
-
-def _named(text: Sequence[str]) -> str:
-    return ", ".join(text)
+        return [_text(request.text, tokenizer, config.data.seq_len)]
+    return _held_out(config, tokenizer, request.batches, run)
 
 
 def _check_same_tokenizer(request: EvalRequest, tokenizer: Tokenizer, folder: Path) -> None:
@@ -169,7 +171,7 @@ def _check_same_tokenizer(request: EvalRequest, tokenizer: Tokenizer, folder: Pa
         )
 
 
-def _text(files: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[Iterator[MicroBatch], int]:
+def _text(files: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> Data:
     """All samples of text files."""
     dataset = load_dataset(DataConfig(text=list(files), seq_len=seq_len, validation=0.0), tokenizer)
     starts = range(0, dataset.num_train_samples, _SAMPLES)
@@ -180,32 +182,35 @@ def _text(files: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[Ite
             tokens, labels = (torch.from_numpy(np.ascontiguousarray(array)) for array in dataset.gather(numbers))
             yield tokens, labels, None
 
-    return micro_batches(), len(starts)
+    return Data(micro_batches(), len(starts), ", ".join(files))
 
 
-def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None) -> tuple[Iterator[MicroBatch], int]:
-    """The first batches of the validation split, in the order of the run's own validations."""
+def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None, run: Path) -> list[Data]:
+    """The first batches of each validation set, in the order of the run's own validations."""
     training = config.training
     try:
         dataset = load_dataset(config.data, tokenizer, training.global_batch)
+        sets = load_validation(config.data, dataset, tokenizer)
     except DataError as error:
         raise DataError(f"{error}; run tahq eval where the run's data is, or give other text (--text FILE)") from error
-    if not dataset.num_validation_samples:
+    if not any(each.num_samples for each in sets):
         raise DataError("the run holds no data out (data.validation); give other text (--text FILE)")
-    source = BatchSource(
-        dataset, seed=config.run.seed, global_batch=training.global_batch, micro_batch=training.micro_batch
-    )
-    most = -(-dataset.num_validation_samples // training.global_batch)
-    num_batches = min(batches or training.eval_batches, most)
-    each = training.global_batch // training.micro_batch
+    global_batch, micro_batch = training.global_batch, training.micro_batch
+    source = BatchSource(dataset, seed=config.run.seed, global_batch=global_batch, micro_batch=micro_batch, sets=sets)
 
-    def micro_batches() -> Iterator[MicroBatch]:
-        for number in range(num_batches):
-            batch = source.validation(number)
-            for index in range(each):
-                yield *batch.micro_batch(index), batch.micro_batch_positions(index)
+    def data_of(place: int, one: ValidationSet) -> Data:
+        num_batches = min(batches or training.eval_batches, -(-one.num_samples // global_batch))
+        held_out = (source.validation(number, place) for number in range(num_batches))
+        micro_batches = (
+            (*batch.micro_batch(i), batch.micro_batch_positions(i))
+            for batch in held_out
+            for i in range(training.num_micro_batches)
+        )
+        what = f"the held-out part of {run}'s data" if one.dataset is dataset else f"{run}'s validation files"
+        what = f"{one.name}: {what}" if one.name else what
+        return Data(micro_batches, num_batches * training.num_micro_batches, what, one.name)
 
-    return micro_batches(), num_batches * each
+    return [data_of(place, one) for place, one in enumerate(sets)]
 
 
 # -- tasks -------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ CLOSE_S: Final = 20.0
 MAX_UNSENT_NBYTES: Final = 16 * 1024 * 1024
 """Of lines that the process has not taken; beyond it the trackers are given up."""
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
+_PARTS: Final = ("links", "stages", "validations")
 _LABELS: Final = ("link", "direction", "from", "to", "stage")
 """Keys of links and stages in metrics.jsonl that say which one it is."""
 
@@ -81,7 +82,7 @@ class TrackerProcess(RunObserver):
 
     def validated(self, record: ValidationRecord) -> None:
         """Send a validation loss."""
-        self._send({"figures": {"step": record.step, "validation": validation_object(record)}})
+        self._send({"figures": {"step": record.step, **validation_object(record)}})
 
     def turned_back(self, step: int) -> None:
         """Send the step after which others follow."""
@@ -150,12 +151,15 @@ class Figure:
             kind = f"link {values['link']} {values['direction']} {values['from']}-{values['to']}/"
         else:
             kind = f"stage {values['stage']}/" if "stage" in values else ""
-        return f"{kind}{self.name}" + (f"/{values['part']}" if "part" in values else "")
+        own = f"/{values['set']}" if "set" in values else ""
+        return f"{kind}{self.name}{own}" + (f"/{values['part']}" if "part" in values else "")
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[Figure]:
     """The numbers of a line of metrics.jsonl, without those that are null."""
-    yield from _numbers({name: value for name, value in row.items() if name not in ("step", "links", "stages")})
+    yield from _numbers({name: value for name, value in row.items() if name not in ("step", *_PARTS)})
+    for name, losses in row.get("validations", {}).items():
+        yield from _numbers({"validations": losses}, (("set", name),))
     for part in (*row.get("links", ()), *row.get("stages", ())):
         labels = tuple((key, str(part[key])) for key in _LABELS if key in part)
         yield from _numbers({name: value for name, value in part.items() if name not in _LABELS}, labels)

@@ -55,7 +55,7 @@ _OTHER_NAMES = {
     "data.split": "dataset_split dataset_train_split",
     "data.subset": "dataset_config_name dataset_config",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
-    "data.validation, a share of the data": "val_set_size validation_split",
+    "data.validation, a share of the data or files": "val_set_size validation_split validation_file test_datasets",
     "model.path, a folder or Hub name": "model_name_or_path base_model pretrained_model_name_or_path hf_assets_path",
     "data.text, data.tokens or data.records, files or a name on the Hub": "datasets dataset dataset_name train_file",
     "data.records, which may be chats; the template is the tokenizer's": "messages conversations chat_template",
@@ -532,7 +532,7 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"model.vocab_size {vocab_size} is below the {NUM_BYTE_TOKENS} tokens of data.tokenizer bytes"
             )
-        if self.training.eval_every is not None and self.data.validation == 0:
+        if self.training.eval_every is not None and not self.data.validation_sets:
             raise ValueError("training.eval_every needs validation samples, but data.validation is 0")
 
     def _check_fused(self) -> None:

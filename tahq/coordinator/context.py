@@ -37,6 +37,8 @@ class CoordinatorOptions:
     version: str
     """tahq's; a worker of another version is refused."""
     training: TrainingConfig
+    validation_sets: Sequence[str] = ("",)
+    """Their names."""
     tokens_per_step: int = 0
     """Tokens of a global batch, prompts and padding included; 0: unknown."""
     checkpoint_every: int | float | Literal["never"] = "never"

@@ -285,12 +285,21 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class ValidationRecord:
-    """Validation loss after `step` steps, in nats per token: with the wire's codecs, and without (`raw`)."""
+    """Loss of a validation set after `step` steps, in nats per token: with the wire's codecs, and without (`raw`)."""
 
     step: int
     tokens: int
     loss: float
     loss_raw: float
+    name: str = ""
+    """The set's; empty: it has none."""
+    others: tuple["ValidationRecord", ...] = ()
+    """Those of the other sets, beside the first one's."""
+
+    @property
+    def sets(self) -> tuple["ValidationRecord", ...]:
+        """The records of all sets."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)

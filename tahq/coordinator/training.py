@@ -322,7 +322,8 @@ class Training:
                 return  # the previous coordinator received it, or a stage evaluated again for other replicas
             asked = self._run.evaluating
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step}; expected {asked}")
-        if evaluated.tokens < 1:
+        numbers = evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum
+        if {len(each) for each in numbers} != {len(self._ctx.options.validation_sets)} or min(evaluated.tokens) < 1:
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step} on {evaluated.tokens} tokens")
         self._ctx.journal.evaluated(evaluated)
         self._take_evaluation(evaluated)
@@ -331,8 +332,12 @@ class Training:
         self._run.evaluating = None
         # an evaluation is not part of a step
         self._run.step_began_s = self._run.reported_s = self._ctx.clock()
-        loss, raw_loss = (total / evaluated.tokens for total in (evaluated.loss_sum, evaluated.raw_loss_sum))
-        self._ctx.observer.validated(ValidationRecord(evaluated.step + 1, evaluated.tokens, loss, raw_loss))
+        rows = zip(evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum, strict=True)
+        first, *others = (
+            ValidationRecord(evaluated.step + 1, tokens, loss / tokens, raw_loss / tokens, name)
+            for name, (tokens, loss, raw_loss) in zip(self._ctx.options.validation_sets, rows, strict=True)
+        )
+        self._ctx.observer.validated(replace(first, others=tuple(others)))
 
     def traced(self, _: Seat, part: Traced) -> None:
         """Take a part of a traced step; raises RemoteProtocolError if it is malformed."""

@@ -7,13 +7,14 @@ Shapes: B samples per step (`global_batch`), S tokens per sample.
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tahq.data.dataset import I64, NO_LOSS, Dataset
+from tahq.data.dataset import I64, NO_LOSS, Dataset, ValidationSet
 from tahq.data.sample_order import BEGINNING, Cursor, Permutation, SampleOrder
 from tahq.errors import DataError
 from tahq.randomness import derive_seed
@@ -55,12 +56,19 @@ class StepBatch:
 class BatchSource:
     """Batches of `global_batch` samples in micro-batches of `micro_batch`, which divides it, by step.
 
-    `seed` is the run's, in [0, 2**63); `origin`: where this run began or resumed. DataError if an epoch has fewer
-    samples than a batch.
+    `seed` is the run's, in [0, 2**63); `origin`: where this run began or resumed; `sets` are validated on, None: what
+    is held out of the dataset. DataError if an epoch has fewer samples than a batch.
     """
 
     def __init__(
-        self, dataset: Dataset, *, seed: int, global_batch: int, micro_batch: int, origin: Cursor = BEGINNING
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        origin: Cursor = BEGINNING,
+        sets: Sequence[ValidationSet] | None = None,
     ) -> None:
         if dataset.num_train_samples < global_batch:
             raise DataError(
@@ -68,6 +76,7 @@ class BatchSource:
                 f"training.global_batch {global_batch}; give more data, a smaller batch or a smaller seq_len"
             )
         self._dataset = dataset
+        self._sets = (ValidationSet.held_out(dataset),) if sets is None else tuple(sets)
         self.order = SampleOrder(dataset.num_train_samples, dataset.shuffle, seed, global_batch, micro_batch, origin)
 
     def cursor(self, step: int) -> Cursor:
@@ -80,28 +89,29 @@ class BatchSource:
 
     def train(self, step: int) -> StepBatch:
         """The training batch of `step`; ValueError if that lies before the origin."""
-        return self._gather(self.order.sample_ids(step))
+        return self._gather(self._dataset, self.order.sample_ids(step))
 
-    def validation(self, index: int) -> StepBatch:
-        """Batch `index` of the validation split, in one order for all runs: the first few batches are a fair sample.
+    def validation(self, index: int, number: int = 0) -> StepBatch:
+        """Batch `index` of validation set `number`, in one order for all runs: the first few batches are a fair sample.
 
         Every index gives a full batch, so that stages agree on the number of batches without knowing the data: past the
-        end, samples are repeated without loss, and `num_tokens` does not count them. DataError if nothing is held out.
+        end, samples are repeated without loss, and `num_tokens` does not count them. DataError if the set is empty.
         """
-        num_samples = self._dataset.num_validation_samples
-        if num_samples == 0:
+        own = self._sets[number] if number < len(self._sets) else None
+        num_samples = own.num_samples if own is not None else 0
+        if own is None or num_samples == 0:
             raise DataError(
                 "no validation samples: data.validation is 0 or there is too little data; unset training.eval_every"
             )
         numbers = np.arange(index * self.order.global_batch, (index + 1) * self.order.global_batch, dtype=np.int64)
         places = Permutation(num_samples, derive_seed("validation order"))(numbers % num_samples)
-        return self._gather(self._dataset.num_train_samples + places, scored=numbers < num_samples)
+        return self._gather(own.dataset, own.first + places, scored=numbers < num_samples)
 
-    def _gather(self, sample_ids: I64, scored: npt.NDArray[np.bool_] | None = None) -> StepBatch:
-        tokens, labels = self._dataset.gather(sample_ids)
+    def _gather(self, dataset: Dataset, sample_ids: I64, scored: npt.NDArray[np.bool_] | None = None) -> StepBatch:
+        tokens, labels = dataset.gather(sample_ids)
         if scored is not None:
             labels = np.where(scored[:, None], labels, NO_LOSS)
-        digest, positions = batch_digest(tokens, labels, sample_ids), self._dataset.positions(sample_ids)
+        digest, positions = batch_digest(tokens, labels, sample_ids), dataset.positions(sample_ids)
         x, y, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in (tokens, labels, sample_ids))
         places = None if positions is None else torch.from_numpy(positions)
         return StepBatch(x, y, ids, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch, places)

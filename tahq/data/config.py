@@ -1,9 +1,11 @@
 """`data:` of cluster.yaml."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tahq.hub import DATA_FILES, is_hub_name
 from tahq.units import Section
 
 
@@ -15,6 +17,9 @@ def _not_empty(paths: str | list[str]) -> str | list[str]:
 
 Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
 """A path, or a list of paths and globs."""
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]
+Kind = Literal["text", "tokens", "records"]
 
 
 class DataConfig(Section):
@@ -49,8 +54,10 @@ class DataConfig(Section):
     beside `model.path`: that model's."""
     seq_len: int = Field(default=256, ge=1, le=2**24)
     """Tokens per sample. Not set: less where the model has fewer positions."""
-    validation: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the data that is held out; which part depends on the data alone."""
+    validation: Share | Paths | dict[SetName, Share | Paths] = 0.05
+    """Share of the data that is held out; which part depends on the data alone. Or files to validate on:
+    text, `.bin`, or those of `records`, of which a name on the Hub means its split `validation`; or several sets by
+    name, one of them a share at most: `{books: held-out.txt, own: 0.02}`."""
     shuffle: bool = True
     """Another order in each epoch, from `run.seed`. `false`: the order of the data."""
 
@@ -60,9 +67,41 @@ class DataConfig(Section):
         if len(given) != 1:
             got = f"{' and '.join(given)}; null takes one away" if given else "none"
             raise ValueError(f"needs exactly one of text, tokens, records; got {got}")
+        shares = [name for name, named in self.validation_sets.items() if isinstance(named, float)]
+        if len(shares) > 1:
+            raise ValueError(f"validation: {' and '.join(shares)} are shares of the data; give files to all but one")
         return self
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether rows may hold several records."""
+        """Whether rows may hold several records, in training and, then, in validation."""
         return self.records is not None and self.packing is not False
+
+    @property
+    def validation_sets(self) -> Mapping[str, float | Paths]:
+        """The validation sets by name, each a share of the data or files; "" names one that has no name."""
+        named = self.validation if isinstance(self.validation, dict) else {"": self.validation}
+        return {name: each for name, each in named.items() if each}
+
+    @property
+    def held_out(self) -> float:
+        """Share of the data that is held out."""
+        return next((each for each in self.validation_sets.values() if isinstance(each, float)), 0.0)
+
+    @property
+    def files(self) -> dict[str, tuple[Kind, Paths]]:
+        """All files that are named here, by key, with what is in them."""
+        kinds: tuple[Kind, ...] = ("text", "tokens", "records")
+        named = {f"data.{kind}": (kind, paths) for kind in kinds if (paths := getattr(self, kind)) is not None}
+        for name, each in self.validation_sets.items():
+            if not isinstance(each, float):
+                named[f"data.validation{'.' * bool(name)}{name}"] = (_kind_of(each), each)
+        return named
+
+
+def _kind_of(paths: Paths) -> Kind:
+    """By the endings that all of these have; what is on the Hub is records."""
+    patterns = [paths] if isinstance(paths, str) else paths
+    if all(is_hub_name(pattern) or pattern.endswith(DATA_FILES) for pattern in patterns):
+        return "records"
+    return "tokens" if all(pattern.endswith(".bin") for pattern in patterns) else "text"

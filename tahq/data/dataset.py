@@ -20,6 +20,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
 from typing import NamedTuple
 
@@ -49,16 +50,17 @@ class Dataset(ABC):
     """Samples by number: 0 … num_train_samples−1, then num_validation_samples more.
 
     `fingerprint`: hex hash of content, tokenizer, sequence length and split; equal on machines that agree in these.
-    `notes`: what the user should know of the data, a line each.
+    `is_packed`: whether rows may have several records. `notes`: what the user should know of the data, a line each.
     """
 
     num_train_samples: int
     num_validation_samples: int
+    is_packed = False
 
     def __init__(self, kind: str, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
         self.seq_len, self.shuffle = config.seq_len, config.shuffle
         self.notes = list[str]()
-        parts = [kind, content_hash, tokenizer.fingerprint, config.seq_len, repr(config.validation)]
+        parts = [kind, content_hash, tokenizer.fingerprint, config.seq_len, repr(config.held_out)]
         self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @abstractmethod
@@ -70,8 +72,52 @@ class Dataset(ABC):
         return None
 
 
-def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1) -> Dataset:
+@dataclass(frozen=True, slots=True)
+class ValidationSet:
+    """Samples of a dataset, from number `first` on, that no run trains on; the only set may have no name."""
+
+    name: str
+    dataset: Dataset
+    first: int
+    num_samples: int
+
+    @classmethod
+    def held_out(cls, dataset: Dataset, name: str = "") -> "ValidationSet":
+        """The samples of the training data that are held out."""
+        return cls(name, dataset, dataset.num_train_samples, dataset.num_validation_samples)
+
+
+def load_validation(config: DataConfig, dataset: Dataset, tokenizer: Tokenizer) -> tuple[ValidationSet, ...]:
+    """The validation sets beside `dataset`, the training data; DataError as of `load_dataset`.
+
+    Records share rows if those of the training data do. Of a dataset on the Hub, it is the split `validation`.
+    """
+    sets = []
+    for name, each in config.validation_sets.items():
+        if isinstance(each, float):
+            sets.append(ValidationSet.held_out(dataset, name))
+            continue
+        key = f"data.validation{'.' * bool(name)}{name}"
+        kind, paths = config.files[key]
+        changes = dict.fromkeys(("text", "tokens", "records")) | {kind: paths}
+        changes |= {"validation": 0.0, "split": "validation", "packing": dataset.is_packed}
+        own = load_dataset(config.model_copy(update=changes), tokenizer, key=key)
+        sets.append(ValidationSet(name, own, 0, own.num_train_samples))
+    return tuple(sets)
+
+
+def fingerprint_of(dataset: Dataset, sets: Sequence[ValidationSet]) -> str:
+    """Hex hash of the training data and the validation sets: `dataset`'s own where these are a part of it."""
+    others = [[each.name, each.dataset.fingerprint] for each in sets if each.dataset is not dataset]
+    if not others:
+        return dataset.fingerprint
+    return hashlib.blake2b(json.dumps([dataset.fingerprint, *others]).encode(), digest_size=16).hexdigest()
+
+
+def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1, key: str | None = None) -> Dataset:
     """The data that `data:` describes; `global_batch`: samples per step.
+
+    Messages say that its files are named by `key`, None: by its own keys.
 
     Raises:
         DataError: a pattern matches nothing, a file cannot be read or has the wrong format, a token is out of the
@@ -79,22 +125,22 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1
     """
     dataset: Dataset
     if config.text is not None:
-        dataset = _load_text(as_patterns(config.text), config, tokenizer)
+        dataset = _load_text(as_patterns(config.text), config, tokenizer, key or "data.text")
     elif config.tokens is not None:
         stream = open_token_files(
-            find_files(as_patterns(config.tokens), key="data.tokens", suffix=".bin"), config.tokens_dtype
+            find_files(as_patterns(config.tokens), key=key or "data.tokens", suffix=".bin"), config.tokens_dtype
         )
         dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
-        records = read_records(find_record_files(config), tokenizer.chat_template)
+        records = read_records(find_record_files(config, key or "data.records"), tokenizer.chat_template)
         dataset = RecordDataset(records, config, tokenizer, global_batch)
-    if config.validation > 0 and dataset.num_validation_samples == 0:
+    if config.held_out > 0 and dataset.num_validation_samples == 0:
         dataset.notes.append(
-            f"data.validation: a share of {config.validation:g} of so little data is less than one sample, so nothing "
+            f"data.validation: a share of {config.held_out:g} of so little data is less than one sample, so nothing "
             "is held out"
         )
     for note in dataset.notes:
-        _log.warning("%s", note)
+        _log.warning("%s%s", f"{key}: " if key else "", note)
     return dataset
 
 
@@ -152,12 +198,12 @@ class WindowDataset(Dataset):
         super().__init__("windows", content_hash, config, tokenizer)
         self._stream = stream
         self._vocab_size = tokenizer.vocab_size
-        training, validation = split_tokens(len(stream), config.validation)
+        training, validation = split_tokens(len(stream), config.held_out)
         self._training, self._validation = WindowIndex(training, self.seq_len), WindowIndex(validation, self.seq_len)
         self.num_train_samples, self.num_validation_samples = len(self._training), len(self._validation)
         if not self.num_train_samples:
             raise DataError(
-                f"{len(stream)} tokens are too few: with validation {config.validation:g}, no sample of "
+                f"{len(stream)} tokens are too few: with validation {config.held_out:g}, no sample of "
                 f"seq_len {self.seq_len} + 1 label is left to train on; give more data or a smaller seq_len"
             )
 
@@ -230,7 +276,7 @@ class RecordDataset(Dataset):
         self._begins, self._counts = self._starts[:-1] + skipped, np.minimum(last, self.seq_len)
         usable = (first <= skipped + self.seq_len) & ~(is_long & drops)
         held_out = np.zeros(len(records), dtype=bool)
-        held_out[split_records(len(records), config.validation)] = True
+        held_out[split_records(len(records), config.held_out)] = True
         training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
         if not len(training):
             raise DataError(
@@ -349,8 +395,8 @@ def _shown(tokens: I64, labels: I64, tokenizer: Tokenizer) -> str:
     return "".join(text if has_loss else f"⟦{text}⟧" for text, has_loss in texts)
 
 
-def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
-    documents = read_documents(find_files(patterns, key="data.text", stdlib=True))
+def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokenizer, key: str) -> WindowDataset:
+    documents = read_documents(find_files(patterns, key=key, stdlib=True))
     content_hash = hash_documents(documents)
 
     def encode() -> TokenArray:
@@ -360,4 +406,4 @@ def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokeniz
 
     cache_key = tokenizer.cache_key
     tokens = encode() if cache_key is None else cached_tokens(f"{content_hash} {cache_key}", encode)
-    return WindowDataset(TokenStream([tokens], ["data.text"]), content_hash, config, tokenizer)
+    return WindowDataset(TokenStream([tokens], [key]), content_hash, config, tokenizer)

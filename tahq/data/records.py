@@ -121,16 +121,16 @@ def _end_of_calls(whole: str, before: str, alone: str, calls: list[Any]) -> int:
     return len(before) + len(found) if all(call["function"]["name"] in found for call in calls) else 0
 
 
-def find_record_files(config: DataConfig) -> list[FoundFile]:
-    """The files of `data.records`; those on the Hub are downloaded.
+def find_record_files(config: DataConfig, key: str = "data.records") -> list[FoundFile]:
+    """The files of `data.records`, in messages `key`; those on the Hub are downloaded.
 
     DataError: a pattern matches nothing, or the Hub does not give a dataset or has no such part of it.
     """
     patterns = list[str]()
     for each in as_patterns(config.records or ()):
         is_there = is_hub_name(each)
-        patterns += map(str, dataset_files(each, config.subset, config.split)) if is_there else [each]
-    found = find_files(patterns, key="data.records", suffix=DATA_FILES)
+        patterns += map(str, dataset_files(each, config.subset, config.split, key)) if is_there else [each]
+    found = find_files(patterns, key=key, suffix=DATA_FILES)
     return [file for file in found if file.path.name not in _DESCRIPTIONS] or found
 
 

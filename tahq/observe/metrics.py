@@ -101,7 +101,7 @@ class MetricsFile(LinesFile):
     def validated(self, record: ValidationRecord) -> None:
         """Complete the line that was held back."""
         if self._held is not None and self._held["step"] == record.step:
-            self._held["validation"] = validation_object(record)
+            self._held |= validation_object(record)
         self._release()
 
     def ended(self, end: RunEnd) -> None:
@@ -186,7 +186,13 @@ def _stage_object(stage: StageRecord) -> dict[str, Any]:
 
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:
-    """A validation loss as metrics.jsonl has it: in nats per token, and as a perplexity."""
+    """Validation losses as metrics.jsonl has them: that of the first set, and those of all sets that have names."""
+    named = {each.name: _losses_object(each) for each in record.sets if each.name}
+    return {"validation": _losses_object(record), **({"validations": named} if named else {})}
+
+
+def _losses_object(record: ValidationRecord) -> dict[str, Any]:
+    """A validation loss in nats per token, and as a perplexity."""
     values = {"tokens": record.tokens, "loss": record.loss, "perplexity": perplexity(record.loss)}
     values |= {"loss_raw": record.loss_raw, "perplexity_raw": perplexity(record.loss_raw)}
     return {name: _strict(value) for name, value in values.items()}

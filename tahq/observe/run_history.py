@@ -156,10 +156,11 @@ def _losses(losses: list[float]) -> str:
 
 
 def validation_text(record: ValidationRecord) -> str:
-    """``after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)``."""
-    return (
-        f"after step {record.step}: loss {figures.loss(record.loss)} (perplexity {perplexity(record.loss):.4g}), "
-        f"without the codec {figures.loss(record.loss_raw)} ({perplexity(record.loss_raw):.4g})"
+    """``after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)``; of each set, by name."""
+    return f"after step {record.step}: " + "; ".join(
+        f"{each.name}{': ' * bool(each.name)}loss {figures.loss(each.loss)} (perplexity {perplexity(each.loss):.4g}), "
+        f"without the codec {figures.loss(each.loss_raw)} ({perplexity(each.loss_raw):.4g})"
+        for each in record.sets
     )
 
 

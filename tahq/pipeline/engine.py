@@ -113,7 +113,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Validation loss summed over `tokens`, in nats: with the wire's codecs, and with raw ones."""
+    """Loss of a validation set summed over `tokens`, in nats: with the wire's codecs, and with raw ones."""
 
     tokens: int
     loss_sum: float
@@ -397,23 +397,30 @@ class StageEngine:
     # -- evaluation ------------------------------------------------------------------------------
 
     def evaluate(
-        self, step: int, num_batches: int, working: Callable[[str], None] = lambda activity: None
-    ) -> EvaluationResult | None:
-        """Validation loss of the current weights, with the wire's codecs and with raw ones; on the last stage.
+        self, step: int, num_batches: int, num_sets: int = 1, working: Callable[[str], None] = lambda activity: None
+    ) -> list[EvaluationResult]:
+        """Losses of the current weights on each validation set, with the wire's codecs and with raw ones.
 
-        `working` is called with the micro-batch that is computed.
+        Only the last stage has them.
+
+        Args:
+            step: the step that the weights are after.
+            num_batches: of each validation set.
+            num_sets: validation sets.
+            working: called with the micro-batch that is computed.
         """
-        loss_sum, tokens = self._validate(Purpose.EVAL, step, num_batches, working)
-        raw_loss_sum, _ = self._validate(Purpose.EVAL_RAW, step, num_batches, working)
-        has_loss = any(chunk.outgoing is None for chunk in self.chunks.values())
-        return EvaluationResult(tokens, loss_sum, raw_loss_sum) if has_loss else None
+        coded = self._validate(Purpose.EVAL, step, num_batches, num_sets, working)
+        raw = self._validate(Purpose.EVAL_RAW, step, num_batches, num_sets, working)
+        if all(chunk.outgoing is not None for chunk in self.chunks.values()):
+            return []
+        return [EvaluationResult(*sums, raw_loss) for sums, (_, raw_loss) in zip(coded, raw, strict=True)]
 
     @torch.no_grad()
     def _validate(
-        self, purpose: Purpose, step: int, num_batches: int, working: Callable[[str], None]
-    ) -> tuple[float, int]:
-        """Summed loss and tokens of the validation batches, as far as this stage knows them."""
-        count = self.shape.num_micro_batches
+        self, purpose: Purpose, step: int, num_batches: int, num_sets: int, working: Callable[[str], None]
+    ) -> list[tuple[int, float]]:
+        """Tokens and summed loss of each validation set, as far as this stage knows them."""
+        count, num_all = self.shape.num_micro_batches, num_sets * num_batches
         if self.loans is not None:
             self.loans.begin(step, purpose)
         for chunk in self.chunks.values():
@@ -421,17 +428,19 @@ class StageEngine:
             chunk.module.balance = None
             chunk.module.num_pieces = 1
             if chunk.incoming is not None:
-                for index in range(num_batches * count):
+                for index in range(num_all * count):
                     id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
                     chunk.incoming.post(id, self.shape.boundary)
-        loss_sum, tokens, activity = 0.0, 0, "evaluating" if purpose is Purpose.EVAL else "evaluating without codecs"
-        for number in range(num_batches):
-            batch = self.batches.validation(number) if self.batches is not None else None
-            tokens += batch.num_tokens if batch is not None else 0
+        sums, activity = [(0, 0.0)] * num_sets, "evaluating" if purpose is Purpose.EVAL else "evaluating without codecs"
+        for number in range(num_all):
+            own, place = divmod(number, num_batches)
+            batch = self.batches.validation(place, own) if self.batches is not None else None
+            tokens, loss_sum = sums[own]
             for index in range(number * count, (number + 1) * count):
-                working(f"{activity}, micro-batch {index + 1}/{num_batches * count}")
+                working(f"{activity}, micro-batch {index + 1}/{num_all * count}")
                 loss_sum += self._validate_micro_batch(purpose, step, index, batch)
-        return loss_sum, tokens
+            sums[own] = (tokens + (batch.num_tokens if batch is not None else 0), loss_sum)
+        return sums
 
     def _validate_micro_batch(self, purpose: Purpose, step: int, index: int, batch: StepBatch | None) -> float:
         """The loss on the last stage, 0 elsewhere."""

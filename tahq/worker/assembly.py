@@ -30,7 +30,7 @@ from tahq.config.stage_estimate import (
     stage_estimate,
 )
 from tahq.data.batches import BatchSource
-from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.dataset import Dataset, ValidationSet, fingerprint_of, load_dataset, load_validation
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
@@ -262,12 +262,20 @@ class StageData:
 
     tokenizer: Tokenizer
     dataset: Dataset
+    validation: tuple[ValidationSet, ...]
 
     @classmethod
     def load(cls, config: ClusterConfig) -> "StageData":
-        """Read what `data:` names."""
+        """Read what `data:` names; validation sets only if the run evaluates them."""
         tokenizer = load_tokenizer(config.data)
-        return cls(tokenizer, load_dataset(config.data, tokenizer, config.training.global_batch))
+        dataset = load_dataset(config.data, tokenizer, config.training.global_batch)
+        evaluates = config.training.eval_every is not None
+        return cls(tokenizer, dataset, load_validation(config.data, dataset, tokenizer) if evaluates else ())
+
+    @property
+    def fingerprint(self) -> str:
+        """See `fingerprint_of`."""
+        return fingerprint_of(self.dataset, self.validation)
 
 
 @dataclass(frozen=True)
@@ -338,7 +346,7 @@ class Assembly:
             version=__version__,
             config_hash=config_hash(self.config),
             tokenizer_hash=data.tokenizer.fingerprint if data is not None else "",
-            data_hash=data.dataset.fingerprint if data is not None else "",
+            data_hash=data.fingerprint if data is not None else "",
             address=address,
             device=str(self.device),
             torch_version=str(torch.__version__),
@@ -456,6 +464,7 @@ class Assembly:
             global_batch=training.global_batch,
             micro_batch=training.micro_batch,
             origin=origin,
+            sets=self.data.validation,
         )
 
 

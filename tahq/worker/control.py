@@ -326,9 +326,11 @@ class WorkerTraining:
         stage.use_schedule(commit.schedule, commit.depths)
         stage.use_replicas(commit.computing)
         if commit.evaluate and stage.evaluates:
-            sums = stage.engine.evaluate(commit.step, stage.plan.training.eval_batches, self._control.working)
-            if sums is not None and stage.is_of_first_replica:
-                self._control.send(Evaluated(commit.step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))
+            num_batches, num_sets = stage.plan.training.eval_batches, len(self._config.data.validation_sets)
+            sums = stage.engine.evaluate(commit.step, num_batches, num_sets, self._control.working)
+            if sums and stage.is_of_first_replica:
+                losses = [each.loss_sum for each in sums], [each.raw_loss_sum for each in sums]
+                self._control.send(Evaluated(commit.step, [each.tokens for each in sums], *losses))
             self._meter.begin(commit.step + 1)
 
     def _keep_batch(self, step: int) -> None:

@@ -83,7 +83,7 @@ def _step(step: int, workers: list[bytes]) -> list[Heard]:
             (worker, make_prepare(step, stage, timing=timing, active_s=6.0, codec_errors=errors[stage]))
             for stage, worker in enumerate(workers)
         ),
-        (workers[-1], say.Evaluated(step, 10, 30.0, 25.0)),
+        (workers[-1], say.Evaluated(step, [10], [30.0], [25.0])),
         *((who, say.Snapshotted(step + 1, stage, f"stage-{stage}", "ab", 100)) for stage, who in enumerate(workers)),
     ]
 

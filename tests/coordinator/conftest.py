@@ -185,7 +185,7 @@ class ScriptedWorker:
 
     def report(self, commit):
         if commit.evaluate and self.stage == self.num_stages - 1:
-            self.send(say.Evaluated(commit.step, 10, 30.0, 25.0))
+            self.send(say.Evaluated(commit.step, [10], [30.0], [25.0]))
         if commit.snapshot:
             step, error = commit.step + 1, self.snapshot_error
             self.send(say.Snapshotted(step, self.stage, f"stage-{self.stage:03d}-ab", "ab", 100, error))

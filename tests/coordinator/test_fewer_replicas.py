@@ -39,7 +39,7 @@ class ReplicaWorker(ScriptedWorker):
 
     def report(self, commit):
         if commit.evaluate and self.stage == STAGES * self.computing[0] + STAGES - 1:
-            self.send(say.Evaluated(commit.step, 10, 30.0, 25.0))
+            self.send(say.Evaluated(commit.step, [10], [30.0], [25.0]))
         super().report(replace(commit, evaluate=False))
 
 

@@ -45,7 +45,7 @@ def test_everything_written_is_read_again(path):
     with Journal(path) as journal:
         journal.begin(FACTS)
         decide(journal, 0, 1)
-        journal.evaluated(Evaluated(1, 10, 30.0, 25.0))
+        journal.evaluated(Evaluated(1, [10], [30.0], [25.0]))
         journal.held(holder)
         journal.note(epoch=4)
     with Journal(path) as journal:
@@ -55,7 +55,7 @@ def test_everything_written_is_read_again(path):
         assert [step.commit for step in steps] == [commit(0), commit(1)]
         assert steps[1].prepares == tuple(make_prepare(1, stage) for stage in range(3))
         assert steps[1].step_time_s == 0.25
-        assert journal.evaluations() == {1: Evaluated(1, 10, 30.0, 25.0)}
+        assert journal.evaluations() == {1: Evaluated(1, [10], [30.0], [25.0])}
         assert journal.holders() == {1: holder}
 
 

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.batches import BatchSource, batch_digest
-from tahq.data.dataset import Dataset
+from tahq.data.config import DataConfig
+from tahq.data.dataset import Dataset, fingerprint_of, load_dataset, load_validation
 from tahq.data.sample_order import Cursor, Permutation, SampleOrder, rescale
+from tahq.data.tokenizer import BytesTokenizer
 from tahq.errors import DataError
 
 
@@ -132,6 +134,33 @@ def test_validation_covers_the_split_once_then_counts_nothing(dataset):
     assert sorted(scored) == list(range(dataset.num_train_samples, dataset.num_train_samples + held_out))
     few = [number - dataset.num_train_samples for number in scored[:12]]  # spread over the split: a fair sample
     assert min(few) < held_out / 3 < held_out * 2 / 3 < max(few)
+
+
+def test_several_validation_sets_have_their_own_samples_and_hold_out_only_the_share(tmp_path, text_file):
+    (tmp_path / "other.txt").write_text("something else " * 100)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 5)
+    files = {"other": str(tmp_path / "other.txt"), "pairs": [str(tmp_path / "pairs.jsonl")]}
+    config, tokenizer = DataConfig(text=str(text_file), seq_len=64, validation={**files, "own": 0.1}), BytesTokenizer()
+    alone = config.model_copy(update={"validation": 0.1})
+    dataset, plain = load_dataset(config, tokenizer), load_dataset(alone, tokenizer)
+    sets = load_validation(config, dataset, tokenizer)
+    batches = source(dataset, sets=sets)
+    assert [(each.name, each.num_samples) for each in sets] == [
+        *(("other", 23), ("pairs", 5)),
+        ("own", plain.num_validation_samples),
+    ]
+    assert batches.train(0).digest == source(plain).train(0).digest
+    assert batches.validation(0, 2).digest == source(plain).validation(0).digest
+    assert bytes(batches.validation(0, 0).tokens[0].tolist()) in b"something else " * 10
+    assert [batches.validation(index, 1).num_tokens for index in range(3)] == [8, 2, 0]  # b and the end, of five
+    assert fingerprint_of(plain, load_validation(alone, plain, tokenizer)) == plain.fingerprint
+    assert fingerprint_of(dataset, sets) != fingerprint_of(dataset, sets[1:]) != dataset.fingerprint
+
+
+def test_missing_file_of_a_validation_set_is_named_by_its_key(text_file, byte_dataset):
+    config = DataConfig(text=str(text_file), validation={"books": "nowhere.txt"})
+    with pytest.raises(DataError, match=r"^data\.validation\.books: no such file or folder: nowhere\.txt"):
+        load_validation(config, byte_dataset(text=str(text_file)), BytesTokenizer())
 
 
 def test_validation_without_samples_is_refused(numbers):

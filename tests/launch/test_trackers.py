@@ -165,3 +165,4 @@ def test_figures_have_the_names_of_metrics_jsonl():
         "stage 1/wait_s/0": 0.25,
     }
     assert next(figures_of({"step": 9, "validation": {"loss": 2.5}})).path == "validation/loss"
+    assert next(figures_of({"step": 9, "validations": {"own": {"loss": 2.5}}})).path == "validations/own/loss"

@@ -137,6 +137,18 @@ def test_line_waits_for_its_validation_loss_until_the_next_step(path, record, en
     assert all("validation" not in line for line in read(path)[1:])
 
 
+def test_line_has_the_losses_of_all_validation_sets_and_the_first_under_the_old_name(path, record):
+    file = MetricsFile(path)
+    file.step_committed(record(1, evaluating=True))
+    other = ValidationRecord(1, 300, 3.5, 3.0, "chats")
+    file.validated(ValidationRecord(1, 500, 2.5, 2.0, "books", (other,)))
+    (line,) = read(path)
+    assert line["validation"] == line["validations"]["books"]
+    assert [(name, each["tokens"], each["loss_raw"]) for name, each in line["validations"].items()] == [
+        *(("books", 500, 2.0), ("chats", 300, 3.0))
+    ]
+
+
 @given(loss=st.floats(), norm=st.floats(), step_time_s=st.floats())
 def test_every_line_is_strict_json_whatever_the_numbers(record, loss, norm, step_time_s):
     text = json.dumps(step_object(record(1, loss=loss, grad_norm=norm, step_time_s=step_time_s)), allow_nan=False)

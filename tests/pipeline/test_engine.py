@@ -178,8 +178,7 @@ def test_packed_step_has_the_loss_and_gradients_of_its_records_alone_and_the_cut
 def test_evaluation_touches_no_gradient_and_counts_each_token_once(batches):
     module = make_slice(0, LAYERS)
     engine = make_engine(module, generate("1f1b", 1, 3).actions[0], batches)
-    result = engine.evaluate(0, num_batches=2)
-    assert result is not None
+    (result,) = engine.evaluate(0, num_batches=2)
     held_out = [batches.validation(index) for index in range(2)]
     assert result.tokens == sum(batch.num_tokens for batch in held_out)
     with torch.no_grad():

@@ -123,7 +123,9 @@ class RunFeed:
             self._step = int(row["step"])
             validation = row.get("validation", {}).get("loss")
             if validation is not None:
-                self._validation = f"{figures.loss(float(validation))} nats per token after step {self._step}"
+                sets = row.get("validations", {"": row["validation"]}).items()
+                losses = ", ".join(f"{name} {figures.loss(float(each['loss']))}".strip() for name, each in sets)
+                self._validation = f"{losses} nats per token after step {self._step}"
             values = [self._step, *(_finite(row.get(key)) for key in ("loss", "tokens_per_s")), _finite(validation)]
         except WRONG:
             self._num_damaged += 1

@@ -198,8 +198,8 @@ def data_paths(config: "ClusterConfig") -> list[str]:
     from tahq.data.sources import as_patterns
     from tahq.hub import is_hub_name
 
-    named = (config.data.text, config.data.tokens, config.data.records)
-    return [path for value in named if value is not None for path in as_patterns(value) if not is_hub_name(path)]
+    paths = [path for _, named in config.data.files.values() for path in as_patterns(named)]
+    return [path for path in paths if not is_hub_name(path)]
 
 
 def copy_command(host: "MachineConfig | None", paths: list[str]) -> str:

@@ -7,7 +7,6 @@ folder.
 
 import socket
 from collections.abc import Iterator
-from itertools import compress
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from tahq.comm.zmq.addresses import LOOPBACK
 from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import STDLIB, as_patterns, find_files
 from tahq.errors import ConfigError, DataError, ModelError, UserError
-from tahq.hub import DATA_FILES, is_hub_name, local_folder, pinned
+from tahq.hub import DATA_FILES, is_hub_name, local_folder, pinned, pinned_data
 from tahq_launch.trackers import check_trackers
 
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -42,10 +41,9 @@ def files_needed(config: ClusterConfig) -> dict[str, list[str]]:
     needed = {"model.path": [model] if model is not None and not is_hub_name(pinned(model)) else []}
     is_file = data.tokenizer not in ("bytes", model) and not is_hub_name(pinned(data.tokenizer))
     needed["data.tokenizer"] = [data.tokenizer] if is_file else []
-    for key in _SUFFIXES:
-        patterns = [each for each in as_patterns(getattr(data, key) or ()) if (key, each) != ("text", STDLIB)]
-        is_here = [key != "records" or not is_hub_name(pinned(each, "dataset")) for each in patterns]
-        needed[f"data.{key}"] = list(compress(patterns, is_here))
+    for key, (kind, named) in data.files.items():
+        patterns = [each for each in as_patterns(named) if (kind, each) != ("text", STDLIB)]
+        needed[key] = [each for each in patterns if not is_hub_name(pinned_data(key, each))]
     return {key: paths for key, paths in needed.items() if paths}
 
 
@@ -64,10 +62,10 @@ def check_stage(config: ClusterConfig, stage: int, *, reads_data: bool) -> Itera
             yield error
     try:
         if reads_data:
-            for key, suffix in _SUFFIXES.items():
-                named = [each for each in as_patterns(getattr(config.data, key) or ()) if not is_hub_name(each)]
-                if named:
-                    find_files(named, key=f"data.{key}", suffix=suffix, stdlib=key == "text")
+            for key, (kind, named) in config.data.files.items():
+                patterns = [each for each in as_patterns(named) if not is_hub_name(each)]
+                if patterns:
+                    find_files(patterns, key=key, suffix=_SUFFIXES[kind], stdlib=kind == "text")
     except DataError as error:
         yield error
     try:

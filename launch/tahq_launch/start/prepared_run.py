@@ -222,6 +222,7 @@ def _coordinator_options(
         config_hash=config_hash(config),
         version=__version__,
         training=config.training,
+        validation_sets=tuple(config.data.validation_sets),
         tokens_per_step=config.training.global_batch * config.data.seq_len,
         checkpoint_every=run.checkpoint_every,
         keep_checkpoints=run.keep_checkpoints,

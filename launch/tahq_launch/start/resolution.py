@@ -16,10 +16,9 @@ from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.config.stage_estimate import block_ranges, check_layers
-from tahq.data.sources import as_patterns
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
-from tahq.hub import local_folder, pinned
+from tahq.hub import local_folder, pinned, pinned_data
 from tahq.models.model_spec import load_spec, require_folder
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.typed_yaml.mistakes import Origins, validated
@@ -64,17 +63,29 @@ def _with_samples_that_fit(config: ClusterConfig) -> ClusterConfig:
 
 
 def _pinned(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the present commits of model, tokenizer and records, if they are on the Hub."""
+    """The configuration with the present commits of model, tokenizer and records, if they are on the Hub.
+
+    The records are those to train on and those of validation sets.
+    """
     model, data = config.model, config.data
     if model.path is not None:  # before its tokenizer, so that the message names this key
         model = model.model_copy(update={"path": pinned(model.path)})
         require_folder(local_folder(model.path or ""))
-    records = data.records
-    if records is not None:
-        found = [pinned(each, "dataset") for each in as_patterns(records)]
-        records = found[0] if isinstance(records, str) else found
-    data = data.model_copy(update={"tokenizer": pinned(data.tokenizer), "records": records})
-    return config.model_copy(update={"model": model, "data": data})
+    changes: dict[str, object] = {"tokenizer": pinned(data.tokenizer)}
+    if data.records is not None:
+        changes["records"] = _pinned_paths("data.records", data.records)
+    if isinstance(data.validation, dict):
+        sets = data.validation.items()
+        changes["validation"] = {name: _pinned_paths(f"data.validation.{name}", each) for name, each in sets}
+    elif not isinstance(data.validation, float):
+        changes["validation"] = _pinned_paths("data.validation", data.validation)
+    return config.model_copy(update={"model": model, "data": data.model_copy(update=changes)})
+
+
+def _pinned_paths(key: str, named: float | str | list[str]) -> float | str | list[str]:
+    if isinstance(named, float):
+        return named
+    return pinned_data(key, named) if isinstance(named, str) else [pinned_data(key, each) for each in named]
 
 
 def _check_uplinks(config: ClusterConfig) -> None:

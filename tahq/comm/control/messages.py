@@ -347,12 +347,13 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """worker → coordinator (last stage): validation loss sums in nats, with the codec and without."""
+    """worker → coordinator (last stage): for each validation set, tokens and loss sums in nats, with the codec and
+    without."""
 
     step: int
-    tokens: int
-    loss_sum: float
-    raw_loss_sum: float
+    tokens: list[int]
+    loss_sum: list[float]
+    raw_loss_sum: list[float]
 
 
 @dataclass(frozen=True, slots=True)

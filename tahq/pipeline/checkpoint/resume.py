@@ -244,6 +244,13 @@ def _truncation(config: Config) -> object:
     return "end" if _get(config, "data.records") is None else _get(config, "data.truncation") or "end"
 
 
+def _held_out(config: Config) -> float:
+    """The share of the data that is not trained on."""
+    named = config["data"].get("validation", 0.0)
+    values = named.values() if isinstance(named, Mapping) else [named]
+    return next((each for each in values if isinstance(each, float)), 0.0)
+
+
 def _activations(config: Config) -> str:
     return str(_get(config, "memory.activations") or "none")
 
@@ -301,6 +308,11 @@ RULES: Mapping[str, KeyRule] = {
     "adapter": KeyRule(Verdict.REFUSED, "the checkpoint has what that trained"),
     "adapter.dropout": KeyRule(Verdict.INEXACT, "other inputs of adapters are dropped"),
     "data": KeyRule(Verdict.REFUSED, "which samples were seen, and which are held out, would no longer be known"),
+    "data.validation": KeyRule(
+        Verdict.EXACT,
+        _NO_EFFECT,
+        allowed_if=lambda old, new: _held_out(old) == _held_out(new),
+    ),
     "data.tokenizer": KeyRule(Verdict.REFUSED, "the embedding has a row for each of its tokens"),
     "data.seq_len": KeyRule(
         Verdict.INEXACT,
