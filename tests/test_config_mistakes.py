@@ -213,6 +213,11 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             "training: warmup_steps 5 and decay_steps 6 do not fit into steps 10",
         ),
         (["training.eval_every=5", "data.validation=0"], "training.eval_every needs validation samples, but data.v"),
+        (["training.early_stopping={patience: 3}"], "training: early_stopping needs validation losses; set eval_every"),
+        (
+            ["training.eval_every=5", "data.validation={a: 0.1}", "training.best_set=b"],
+            "training.best_set: data.validation has no set b; it has a",
+        ),
         (["data.validation={a: 0.1, b: 0.2}"], "data: validation: a and b are shares of the data; give files to all"),
         (
             ["memory.attention_chunks=2", "model.dropout=0.1"],

@@ -16,6 +16,7 @@ from tahq.errors import UserError
 from tahq.units import parse_size
 from tahq_launch.command_line import (
     Advertise,
+    Best,
     Bind,
     ConfigPath,
     Debug,
@@ -23,9 +24,11 @@ from tahq_launch.command_line import (
     Overrides,
     Restarts,
     Resume,
+    Step,
     Version,
     announce,
     check_worker_options,
+    chosen_step,
     log_to_stderr,
     progress_of,
     run_app,
@@ -244,7 +247,8 @@ def keygen(
 def export(
     run: RunFolderPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create, e.g. demo-hf.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
+    step: Step = None,
+    best: Best = False,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 2GB.")] = "4GB",
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the run's adapters alone, as a folder that peft loads.")
@@ -264,7 +268,8 @@ def export(
     from tahq_launch.export import export_run
     from tahq_launch.runs.found import find_run
 
-    for line in export_run(find_run(run), out, step=step, max_shard_nbytes=max_shard_nbytes, is_adapter=adapter):
+    chosen = chosen_step(step, best)
+    for line in export_run(find_run(run), out, step=chosen, max_shard_nbytes=max_shard_nbytes, is_adapter=adapter):
         print(line)
     return 0
 
@@ -277,6 +282,7 @@ def generate(
         float, typer.Option(min=0, help="Of the sampling, e.g. 0.8. Default: always the likeliest token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    best: Best = False,
     device: Device = None,
     debug: Debug = False,
 ) -> int:
@@ -288,7 +294,8 @@ def generate(
     from tahq_launch.runs.found import find_run
 
     where = device or default_device()
-    generate_text(find_run(model), prompt, num_tokens=tokens, temperature=temperature, seed=seed, device=where)
+    step, source = chosen_step(None, best), find_run(model)
+    generate_text(source, prompt, num_tokens=tokens, temperature=temperature, seed=seed, device=where, step=step)
     return 0
 
 

@@ -27,6 +27,8 @@ from tahq.observe import figures
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tahq_launch.runs.pull import Which
+
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CLUSTER.YAML", help="Configuration of the run, e.g. launch/examples/demo.yaml.")
 ]
@@ -73,6 +75,19 @@ Advertise = Annotated[
 Restarts = Annotated[
     int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
 ]
+Step = Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="The checkpoint with the lowest validation loss. Default: the newest.")
+]
+
+
+def chosen_step(step: int | None, best: bool) -> "Which":
+    """The checkpoint that `--step` or `--best` names."""
+    if best and step is not None:
+        raise typer.BadParameter("goes without --step", param_hint="--best")
+    return "best" if best else step
+
+
 RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run's folder, its name in runs/, or the name of a run that is live here."),

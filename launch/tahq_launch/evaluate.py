@@ -28,7 +28,7 @@ from tahq.observe.metrics import perplexity
 from tahq_launch.command_line import progress_of
 from tahq_launch.loaded_model import default_device, is_run, load_model, model_folder
 from tahq_launch.run_source import source_of
-from tahq_launch.runs.pull import checkpoint_of
+from tahq_launch.runs.pull import Which, checkpoint_of
 from tahq_launch.start.run_folder import RunFolder
 
 _FOLDER_SEQ_LEN = 1024
@@ -46,7 +46,7 @@ class EvalRequest:
     model: Path
     text: tuple[str, ...] = ()
     data: Path | None = None
-    step: int | None = None
+    step: Which = None
     batches: int | None = None
     tasks: tuple[str, ...] = ()
     task_folder: Path | None = None

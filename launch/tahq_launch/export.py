@@ -23,12 +23,12 @@ from tahq.models.slice import ModelSlice, fill_weights
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq.pipeline.update import check_frozen, frozen_dtype, sum_of_bits
 from tahq_launch.run_source import source_of
-from tahq_launch.runs.pull import checkpoint_of, fetch
+from tahq_launch.runs.pull import Which, checkpoint_of, fetch
 from tahq_launch.start.run_folder import RunFolder
 
 
 def export_run(
-    run: Path, out: Path, *, step: int | None = None, max_shard_nbytes: int, is_adapter: bool = False
+    run: Path, out: Path, *, step: Which = None, max_shard_nbytes: int, is_adapter: bool = False
 ) -> list[str]:
     """Write a run's model where `AutoModelForCausalLM.from_pretrained` loads it; returns lines with its step and size.
 
@@ -38,7 +38,7 @@ def export_run(
     Args:
         run: the run's folder, such as runs/demo.
         out: the folder to make; must be new or empty.
-        step: of the checkpoint; None: the newest.
+        step: of the checkpoint.
         max_shard_nbytes: bytes of tensors per file.
         is_adapter: write the adapters alone, where `peft.PeftModel.from_pretrained` loads them.
 

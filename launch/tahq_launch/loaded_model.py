@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from tahq.errors import UserError
 from tahq.models.model_spec import CONFIG_FILE
 from tahq_launch.export import export_run
+from tahq_launch.runs.pull import Which
 
 _SHARD_NBYTES = 4 * 10**9
 
@@ -24,8 +25,8 @@ def is_run(source: Path) -> bool:
 
 
 @contextmanager
-def model_folder(source: Path, step: int | None = None) -> Iterator[Path]:
-    """A Hugging Face folder with a run's model after a step (None: its newest checkpoint), or `source` if it is one.
+def model_folder(source: Path, step: Which = None) -> Iterator[Path]:
+    """A Hugging Face folder with a run's model at a checkpoint, or `source` if it is one.
 
     Raises:
         UserError: there is no such model.
@@ -55,7 +56,9 @@ def load_model(folder: Path, device: str) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def generate_text(source: Path, prompt: str, *, num_tokens: int, temperature: float, seed: int, device: str) -> None:
+def generate_text(
+    source: Path, prompt: str, *, num_tokens: int, temperature: float, seed: int, device: str, step: Which = None
+) -> None:
     """Print the prompt's continuation word by word, on one device that holds the whole model.
 
     Args:
@@ -65,11 +68,12 @@ def generate_text(source: Path, prompt: str, *, num_tokens: int, temperature: fl
         temperature: of the sampling; 0: always the likeliest token.
         seed: of the sampling.
         device: cpu, cuda or cuda:N.
+        step: of a run's checkpoint.
 
     Raises:
         UserError: there is no such model, or the prompt is empty.
     """
-    with model_folder(source) as folder:
+    with model_folder(source, step) as folder:
         model, tokenizer = load_model(folder, device)
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
         if inputs["input_ids"].numel() == 0:

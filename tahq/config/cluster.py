@@ -46,6 +46,10 @@ _OTHER_NAMES = {
     "training.global_batch, the samples of a step": "gradient_accumulation_steps",
     "training.precision": "bf16 fp16 mixed_precision torch_dtype dtype",
     "training.eval_every, in steps": "eval_steps eval_interval val_check_interval",
+    "training.early_stopping, with patience": "early_stopping_patience early_stopping_rounds",
+    "training.early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
+    "run.keep_best, and tahq export --best": "load_best_model_at_end save_best_checkpoint",
+    "training.best_set, a set of data.validation": "metric_for_best_model",
     "run.checkpoint_every, in steps": "save_steps save_interval checkpoint_interval saves_per_epoch",
     "run.keep_checkpoints": "save_total_limit keep_latest_k",
     "run.dir": "output_dir save_dir dump_folder",
@@ -211,6 +215,12 @@ class ClusterConfig(Section):
     def shards(self) -> frozenset[Shard]:
         """What replicas divide among themselves (`memory.shard`); empty without replicas."""
         return frozenset(self.memory.shard if self.pipeline.replicas > 1 else ())
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint with the lowest validation loss is kept."""
+        run = self.run
+        return run.keep_best and run.checkpoint_every != "never" and self.training.eval_every is not None
 
     @property
     def optimizer_shares(self) -> int:
@@ -534,6 +544,10 @@ class ClusterConfig(Section):
             )
         if self.training.eval_every is not None and not self.data.validation_sets:
             raise ValueError("training.eval_every needs validation samples, but data.validation is 0")
+        best, names = self.training.best_set, list(self.data.validation_sets)
+        if best is not None and best not in names:
+            known = ", ".join(filter(None, names)) or "no names"
+            raise ValueError(f"training.best_set: data.validation has no set {best}; it has {known}")
 
     def _check_fused(self) -> None:
         if not self.training.is_fused:

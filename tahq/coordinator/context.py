@@ -44,6 +44,9 @@ class CoordinatorOptions:
     checkpoint_every: int | float | Literal["never"] = "never"
     """Steps (int) or seconds (float) between checkpoints; one is always written at the end and on interruption."""
     keep_checkpoints: int = 2
+    best: Literal["", "after", "at once"] = ""
+    """Whether the checkpoint with the lowest validation loss is kept. `after`: it is written at the next commit, once
+    its loss is known. `at once`: with each evaluation, because some of its state changes before that commit."""
     copies: int = 0
     """Copies of each stage's checkpoint on other hosts."""
     copies_within_host: bool = False

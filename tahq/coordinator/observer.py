@@ -309,6 +309,8 @@ class SnapshotRecord:
     step: int
     nbytes: int
     error: str = ""
+    is_best: bool = False
+    """Whether its validation loss is the lowest so far."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,9 @@ def answer_again(options: CoordinatorOptions, run: RunState, seat: Seat, commit:
     """A decision as repeated to a stage: it asks only for what other stages, or reports, still need."""
     evaluate = commit.evaluate and commit.step == open_evaluation(options, run)
     done = commit.step + 1
-    return replace(commit, evaluate=evaluate, snapshot=commit.snapshot and owes_part(run, seat, done))
+    before, after = (owes_part(run, seat, step) for step in (commit.step, done))
+    before, after = commit.snapshot_before and before, commit.snapshot and after
+    return replace(commit, evaluate=evaluate, snapshot_before=before, snapshot=after)
 
 
 def owes_part(run: RunState, seat: Seat, step: int) -> bool:

@@ -17,8 +17,9 @@ sent then, and the coordinator answers each PREPARE as it answered the first. So
 import hashlib
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from tahq.comm.control.messages import (
     Commit,
@@ -154,6 +155,12 @@ class RunState:
     """The step, from 0, whose validation loss is owed."""
     owed: dict[int, RestorePoint] = field(default_factory=dict)
     """Checkpoints whose parts are owed, by step; they have no files yet."""
+    present: RestorePoint | None = None
+    """The checkpoint after the step that was decided last, were there one; None: no step was decided."""
+    best_snapshot: int = 0
+    """Steps behind the complete checkpoint with the lowest validation loss; 0: there is none."""
+    stopped_early: str = ""
+    """Why the run ends before its last step; empty: it does not, or was told to."""
 
     def __post_init__(self) -> None:
         self.newest, self.step_began_s = self.base, self.since_s
@@ -206,6 +213,8 @@ class RunState:
             return Ending(128 + self.stop_signal, f"{text}; {hint}")
         if self.last_snapshot != self.step:
             return Ending(1, f"all {self.step} steps are done, but the last checkpoint could not be written; {hint}")
+        if self.stopped_early:
+            return Ending(0, f"stopped after step {self.step} of {self.num_steps}: {self.stopped_early}")
         return Ending(0)
 
     # -- steps and checkpoints -------------------------------------------------------------------
@@ -218,10 +227,21 @@ class RunState:
         self.last_prepares, self.step_began_s, self.abandoned_for = by_stage, now_s, frozenset()
         if not commit.abandoned:
             self.skipped_in_a_row = 0 if commit.apply else self.skipped_in_a_row + 1
+        if commit.snapshot_before and self.present is not None:
+            self.owed[self.present.step], self.checkpoint_s = self.present, now_s
+        self.present = after
         if commit.evaluate:
             self.evaluating = commit.step
         if commit.snapshot:
             self.owed[after.step], self.checkpoint_s = after, now_s
+
+    def evaluated(self, saved: Mapping[str, Any]) -> None:
+        """The validation loss that was owed is known; `saved` belongs into the checkpoint after its step."""
+        self.evaluating = None
+        if self.present is not None:
+            self.present = replace(self.present, saved_codecs={**self.present.saved_codecs, **saved})
+            if self.present.step in self.owed:
+                self.owed[self.present.step] = self.present
 
     def published(self, point: RestorePoint) -> None:
         """A checkpoint is complete: stages whose hosts have it begin there from now on."""
@@ -239,7 +259,7 @@ class RunState:
         """Undo every step after this checkpoint, which is older than the base."""
         self.advance(RunEvent.TURNED_BACK, now_s)
         self.base = self.newest = point
-        self.copying = self.evaluating = None
+        self.copying = self.evaluating = self.present = None
         self.last_snapshot = point.step
         self.last_prepares, self.skipped_in_a_row, self.abandoned_for = {}, 0, frozenset()
         self.decided.clear()

@@ -27,6 +27,7 @@ from tahq.comm.control.messages import (
     Traced,
 )
 from tahq.coordinator import copies, recovery
+from tahq.coordinator.best_loss import BEST_LOSS, BestLoss
 from tahq.coordinator.context import CoordinatorOptions, RunContext
 from tahq.coordinator.joining.seats import RestorePoint, Seat, stage_list
 from tahq.coordinator.journal import gone
@@ -54,6 +55,8 @@ class SnapshotParts:
     point: RestorePoint
     parts: tuple[Snapshotted, ...]
     base: int | None = None
+    is_best: bool = False
+    """Whether its validation loss is the lowest so far."""
 
     @property
     def step(self) -> int:
@@ -111,6 +114,7 @@ class Training:
                 change = str(self._schedule.present)
             self._use_replicas(step.commit)
             changes, _ = self._codecs.decide(record)
+            self._note_early_stop(step.commit)
             run.decide(step.commit, step.prepares, self._point_after(step.commit), ctx.clock())
             ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=change))
             if step.commit.step in evaluations:
@@ -131,15 +135,21 @@ class Training:
         """Begin with the state of the links' codecs that the checkpoint keeps."""
         options, run = self._ctx.options, self._run
         num_links = options.grid.first_sum_link - options.tie_link * options.replicas
-        saved = {key: value for key, value in point.saved_codecs.items() if key not in (SAVED, COMPUTING)}
+        others = (SAVED, COMPUTING, BEST_LOSS)
+        saved = {key: value for key, value in point.saved_codecs.items() if key not in others}
+        if options.codecs.rules is None:
+            saved = {}
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
+        self._best = BestLoss.restored(point.saved_codecs)
+        run.best_snapshot = folders.best_step(options.run_folder / "snapshots")
         self._memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
         self._schedule = ScheduleChanges(
             *(options.choose_schedule, options.schedule, point.saved_codecs, self._executor, self._memory),
             are_depths_set=options.are_depths_set,
         )
         self._traces = TraceCollector([seat.name for seat in self._seats])
-        computing = [each for each in point.saved_codecs.get(COMPUTING, ()) if each in range(options.replicas)]
+        told = point.saved_codecs.get(COMPUTING, ()) if options.replicas_wait_s is not None else ()
+        computing = [each for each in told if each in range(options.replicas)]
         self._seats.computing = tuple(computing or range(options.replicas))
         run.newest = run.base = replace(
             *(point,),
@@ -219,11 +229,14 @@ class Training:
             abandoned=bool(run.abandoned_for) or options.recorded_replicas.get(run.step) == (),
             is_checkpoint_due=self._is_checkpoint_due(now_s),
             skipped_in_a_row=run.skipped_in_a_row,
-            stop=run.stop_signal is not None,
+            stop=run.stop_signal is not None or bool(self._best.why_over(options.training.early_stopping)),
         )
         record = self._with_relayed(self._record(commit, prepares, now_s - began_s))
         changes, rows = self._codecs.decide(record)
         commit = replace(commit, codecs=rows, complete_snapshot=run.base.step if run.base.snapshot else 0)
+        commit = replace(commit, best_snapshot=run.best_snapshot, snapshot_before=self._is_best_due())
+        if commit.evaluate and options.best == "at once":
+            commit = replace(commit, snapshot=True)
         schedule_change = self._schedule.decide(record)
         if schedule_change:
             name, depths = self._schedule.present
@@ -239,6 +252,7 @@ class Training:
             reached(fault_points.COMMIT_SENT, step=commit.step)
         self._traces.committed(commit.step, began_s, now_s)
         self._use_replicas(commit)
+        self._note_early_stop(commit)
         run.decide(commit, prepares, self._point_after(commit), now_s)
         self.settle_copies()  # with shared updates a base may have waited for this step
         ctx.observer.step_committed(replace(record, codec_changes=changes, schedule_change=schedule_change))
@@ -262,6 +276,18 @@ class Training:
             return (run.step + 1) % every == 0
         return every != "never" and now_s - run.checkpoint_s >= every
 
+    def _is_best_due(self) -> bool:
+        """Whether the step before this one has the lowest validation loss, and no checkpoint."""
+        before = self._run.decided.get(self._run.step - 1)
+        is_kept = before is None or before.commit.snapshot
+        return self._ctx.options.best == "after" and self._best.step == self._run.step and not is_kept
+
+    def _note_early_stop(self, commit: Commit) -> None:
+        """Note why this commit ends the run before its last step, if it does so for the validation loss."""
+        run = self._run
+        if commit.stop and commit.step + 1 < run.num_steps and run.stop_signal is None:
+            run.stopped_early = self._best.why_over(self._ctx.options.training.early_stopping)
+
     def _next_replicas(self) -> list[int]:
         """The replicas that compute the next step, if that changes; else none."""
         options, seats = self._ctx.options, self._seats
@@ -277,6 +303,7 @@ class Training:
     def _point_after(self, commit: Commit) -> RestorePoint:
         computing = self._seats.told_computing
         saved = self._codecs.saved() | self._schedule.saved() | ({COMPUTING: list(computing)} if computing else {})
+        saved |= self._best.saved()
         return RestorePoint(
             commit.step + 1,
             codecs=self._codecs.start_rows(),
@@ -329,7 +356,6 @@ class Training:
         self._take_evaluation(evaluated)
 
     def _take_evaluation(self, evaluated: Evaluated) -> None:
-        self._run.evaluating = None
         # an evaluation is not part of a step
         self._run.step_began_s = self._run.reported_s = self._ctx.clock()
         rows = zip(evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum, strict=True)
@@ -337,6 +363,10 @@ class Training:
             ValidationRecord(evaluated.step + 1, tokens, loss / tokens, raw_loss / tokens, name)
             for name, (tokens, loss, raw_loss) in zip(self._ctx.options.validation_sets, rows, strict=True)
         )
+        training = self._ctx.options.training
+        watched = next((each for each in (first, *others) if each.name == training.best_set), first)
+        self._best = self._best.after(watched.step, watched.loss_raw, training.early_stopping)
+        self._run.evaluated(self._best.saved())
         self._ctx.observer.validated(replace(first, others=tuple(others)))
 
     def traced(self, _: Seat, part: Traced) -> None:
@@ -362,7 +392,9 @@ class Training:
         if any(recovery.owes_part(run, each, part.step) for each in seats):
             return
         base = run.base.step if copies.is_needed(self._ctx.options, seats) else None
-        parts = SnapshotParts(run.owed.pop(part.step), tuple(each.parts.pop(part.step) for each in seats), base)
+        is_best = bool(self._ctx.options.best) and self._best.step == part.step
+        given = tuple(each.parts.pop(part.step) for each in seats)
+        parts = SnapshotParts(run.owed.pop(part.step), given, base, is_best)
         self._publishing.append((parts, self._executor.submit(self._error_of, parts)))
         self.settle_published(wait=run.phase is RunPhase.FINISHING)
 
@@ -406,12 +438,14 @@ class Training:
 
     def _tell_written(self, parts: SnapshotParts, error: str) -> None:
         nbytes = sum(part.nbytes for part in parts.parts)
-        self._ctx.observer.snapshot_written(SnapshotRecord(parts.step, nbytes, error))
+        self._ctx.observer.snapshot_written(SnapshotRecord(parts.step, nbytes, error, parts.is_best))
 
     def _published(self, parts: SnapshotParts) -> None:
         folder = f"snapshots/{snapshot_name(parts.step)}"
         files = {part.file: part.sha256 for part in parts.parts}
         self._note_published(replace(parts.point, snapshot=folder, files=files))
+        if parts.is_best:
+            self._run.best_snapshot = parts.step
         if copies.is_needed(self._ctx.options, self._seats):
             self._ctx.journal.note(newest={"step": parts.step, "snapshot": folder, "files": files})
         if not self.settle_copies():
@@ -504,6 +538,8 @@ def publish_to_folder(options: CoordinatorOptions, parts: SnapshotParts) -> None
         "codecs": dict(parts.point.saved_codecs),
     }
     folders.publish(snapshots, parts.step, files, meta, options.give_up_s)
+    if parts.is_best:
+        _try_to(lambda: folders.mark_best(snapshots, parts.step))
     _try_to(lambda: folders.prune(snapshots, options.keep_checkpoints, base=parts.base))  # the new one is complete
     reached(fault_points.PUBLISHED, step=parts.step)
 

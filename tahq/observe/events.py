@@ -7,7 +7,7 @@ have more::
     phase     phase, waits_for           joined     stage, host, device
     lost      stage                      returned   stage
     link      stage, link, reason        ended      exit_status
-    checkpoint   of_step, if complete
+    checkpoint   of_step and is_best, if complete
     codec, schedule, warning, turned back
 
 A `link` event with a reason says that this stage's end of the link is degraded, one without that it works again.
@@ -91,7 +91,8 @@ class EventsFile(LinesFile):
         if record.error:
             self._event("checkpoint", f"failed: {record.error}")
         else:
-            self._event("checkpoint", format_size(record.nbytes), of_step=record.step)
+            text = f"{format_size(record.nbytes)}{', the best so far' * record.is_best}"
+            self._event("checkpoint", text, of_step=record.step, is_best=record.is_best)
 
     def warned(self, text: str) -> None:
         """Write a warning."""

@@ -13,6 +13,7 @@ from tahq.coordinator.observer import (
     RunEnd,
     RunHeader,
     RunObserver,
+    SnapshotRecord,
     StageStatus,
     StepRecord,
     Traffic,
@@ -48,6 +49,8 @@ class RunHistory(RunObserver):
         self.links: dict[tuple[int, int, int], LinkRecord] = {}
         """By link, sender and receiver: sums over all steps of this start of the run."""
         self.validation: ValidationRecord | None = None
+        self.best_step = 0
+        """Steps behind the best checkpoint; 0: this start of the run has written none."""
 
     def opened(self, header: RunHeader) -> None:
         """Keep the header."""
@@ -91,6 +94,11 @@ class RunHistory(RunObserver):
         """Keep the newest validation loss."""
         self.validation = record
 
+    def snapshot_written(self, record: SnapshotRecord) -> None:
+        """Keep which checkpoint is the best."""
+        if record.is_best and not record.error:
+            self.best_step = record.step
+
     def diagnosis(self) -> Diagnosis | None:
         """What recent steps waited for, by the medians of their parts; None: not known."""
         return diagnose(median_step(self._recent)) if self._recent else None
@@ -128,7 +136,8 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     took, now = figures.duration(sum(history.step_times_s)), len(history.losses)
     part = "" if now == end.steps_done else f" ({now} of them since it was resumed)"
     step_s, rate = figures.duration(median(history.step_times_s)), figures.tokens_rate(median(history.tokens_per_s))
-    newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint})"
+    best = f", the best after step {history.best_step}" if history.best_step else ""
+    newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint}{best})"
     more = ", with training.steps or epochs set to more" if end.steps_done >= end.total_steps else ""
     rows = {
         "loss": _losses(list(history.losses.values())),
@@ -141,7 +150,7 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
         ),
         "written to": f"{history.header.run_folder}{newest}",
         "resume": f"{resume_command}{more}" if resume_command and checkpoint is not None else "",
-        "export": export_command if checkpoint is not None else "",
+        "export": f"{export_command}{' --best' * bool(history.best_step)}" if checkpoint is not None else "",
     }
     head = f"run {history.header.name} {how}: {end.steps_done} of {end.total_steps} steps{part} in {took}"
     return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows.items() if text)])

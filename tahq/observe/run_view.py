@@ -158,7 +158,8 @@ class Announcer(RunObserver):
             kept = "the previous checkpoint stays valid"
             self.announce(f"warning: no checkpoint after step {record.step}: {record.error}; {kept}")
         else:
-            self.announce(f"checkpoint after step {record.step}: {format_size(record.nbytes)}")
+            best = ", the best so far" * record.is_best
+            self.announce(f"checkpoint after step {record.step}: {format_size(record.nbytes)}{best}")
 
     def step_committed(self, record: StepRecord) -> None:
         """Announce the codecs that change with a step, and the schedule."""

@@ -46,6 +46,18 @@ _REMOVED_OPTIMIZERS = {
 """Names that version 0.1 accepted, and the replacement for each."""
 
 
+class EarlyStopping(Section):
+    """Ends a run whose validation loss does not fall any more, with exit status 0.
+
+    Example: `training: {eval_every: 100, early_stopping: {patience: 3}}`
+    """
+
+    patience: int = Field(default=3, ge=1)
+    """Evaluations in a row without a lower loss after which the run ends, one step later."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """A loss counts as lower if it is so by more than this, in nats per token."""
+
+
 class TrainingConfig(Section):
     """How the weights learn, and for how long: `steps` or `epochs`.
 
@@ -106,7 +118,12 @@ class TrainingConfig(Section):
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between evaluations on the validation split. Not set: never."""
     eval_batches: int = Field(default=4, ge=1)
-    """Global batches per evaluation."""
+    """Global batches per evaluation and validation set."""
+    best_set: str | None = None
+    """The set of `data.validation` whose loss, without codecs, says which checkpoint is the best, and when to stop
+    early. Not set: the first."""
+    early_stopping: EarlyStopping | None = None
+    """When to stop before the last step. Not set: never."""
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
     """Shorter sequences at first: `[[512, 1000], [1024, 2000]]` cuts samples into pieces of 512 tokens until step
     1000, of 1,024 until step 2000."""
@@ -142,6 +159,8 @@ class TrainingConfig(Section):
                 raise ValueError(
                     f"seq_len_schedule: {[longer, later]} follows {[shorter, earlier]}; both numbers must rise"
                 )
+        if self.early_stopping is not None and self.eval_every is None:
+            raise ValueError("early_stopping needs validation losses; set eval_every, the steps between them")
         # with `epochs`, the coordinator checks this once it knows the number of steps
         misfit = self.phases.misfit(self.steps, f"steps {self.steps}") if self.steps is not None else ""
         if misfit:

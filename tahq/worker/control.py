@@ -236,6 +236,8 @@ class WorkerTraining:
         """Steps behind the run's last checkpoint, which waits for room on a full disk; None: it is not due yet."""
         self._complete_snapshot = assembly.assign.start_step
         """Steps behind the newest checkpoint that all stages have written, as the coordinator has said."""
+        self._best_snapshot = 0
+        """The same of the one with the lowest validation loss; 0: there is none."""
         peers = {int(link): int(peer_stage) for link, peer_stage, *_ in plan.links}
         # the coordinator has no times of steps that are computed again
         self._meter = StepMeter(
@@ -260,6 +262,10 @@ class WorkerTraining:
             self._send_trace(step)
             meter.begin(step + 1)
             self._writer.hold_back_changes()
+            self._complete_snapshot, self._best_snapshot = commit.complete_snapshot, commit.best_snapshot
+            if commit.snapshot_before:
+                self._save(step, copy=True)
+                self._writer.hold_back_changes()
             self._carry_out(commit)
             if commit.stop:
                 self._send_trace(None)  # before the report of the last checkpoint, which BYE follows
@@ -349,16 +355,20 @@ class WorkerTraining:
 
     def _snapshot(self, commit: Commit) -> None:
         """Have a due checkpoint written; after the last step, return when all are written and reported."""
-        self._complete_snapshot = commit.complete_snapshot
-        self._is_saving = True
         if commit.snapshot:
-            self._control.working("checkpoint")
-            # nothing changes after the last step, and state that memory has no room for cannot be copied
-            copy = not (commit.stop or self._stage.keeps_state_on_disk)
             self._last_checkpoint = commit.step + 1 if commit.stop else None
-            self._writer.take(commit.step + 1, self._stage.tensors(), copy=copy)
+            self._save(commit.step + 1, copy=not commit.stop)  # nothing changes after the last step
         if commit.stop:
+            self._is_saving = True
             self._writer.finish()
+            self._is_saving = False
+
+    def _save(self, step: int, *, copy: bool) -> None:
+        """Have the checkpoint after `step` steps written."""
+        self._is_saving = True
+        self._control.working("checkpoint")
+        # state that memory has no room for cannot be copied
+        self._writer.take(step, self._stage.tensors(), copy=copy and not self._stage.keeps_state_on_disk)
         self._is_saving = False
 
     def _report_saving(self, activity: str) -> None:
@@ -382,7 +392,8 @@ class WorkerTraining:
             return
         if isinstance(self._config.hosts, list):
             try:
-                prune(snapshots, self._config.run.keep_checkpoints, self._complete_snapshot, self._complete_snapshot)
+                complete = self._complete_snapshot
+                prune(snapshots, self._config.run.keep_checkpoints, complete, complete, self._best_snapshot)
             except SnapshotError as error:  # the new checkpoint is complete regardless
                 log.warning("%s", error)
         self._offer(written.sha256, folder / written.file)

@@ -16,6 +16,7 @@ from tahq.coordinator.joining.seats import RestorePoint
 from tahq.coordinator.training import SnapshotParts, publish_to_folder
 from tahq.errors import SnapshotError, UserError
 from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, read_manifest, snapshot_folder
+from tahq.pipeline.checkpoint.snapshot import best_step, turn_back
 from tahq.pipeline.checkpoint.stage_file import write_stage
 
 LONG_S = 30.0
@@ -136,6 +137,20 @@ def test_published_checkpoint_is_the_latest_names_its_files_and_removes_old_ones
         assert hashlib.sha256((folder / part.file).read_bytes()).hexdigest() == part.sha256
     left = {path.name for path in snapshots.iterdir() if path.is_dir()}
     assert left == {snapshot_folder(snapshots, step).name for step in (2, 5)}
+
+
+def test_best_checkpoint_stays_beside_the_newest_until_there_is_a_better_one(publisher, tmp_path):
+    snapshots, kept = tmp_path / "snapshots", {}
+    for step in range(1, 8):
+        publisher(replace(write_parts(tmp_path, step), is_best=step in (2, 6)))
+        kept[step] = [int(path.name.removeprefix("step-")) for path in sorted(snapshots.iterdir()) if path.is_dir()]
+    assert (kept[5], kept[7]) == ([2, 4, 5], [6, 7])
+    assert best_step(snapshots) == 6
+    turn_back(snapshots, snapshot_folder(snapshots, 6))
+    assert best_step(snapshots) == 6
+    publisher(replace(write_parts(tmp_path, 8), is_best=True))
+    turn_back(snapshots, snapshot_folder(snapshots, 6))
+    assert best_step(snapshots) == 0
 
 
 @pytest.mark.parametrize("complete_before", [False, True])

@@ -17,24 +17,6 @@ def test_validation_without_a_lossy_codec_is_the_same_with_and_without(tmp_path)
         assert row["validation"]["perplexity"] == pytest.approx(2.718281828 ** row["validation"]["loss"], rel=1e-6)
 
 
-@pytest.mark.ci
-def test_each_validation_set_has_the_loss_that_it_has_alone(tmp_path):
-    def validated(name, validation):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "other.txt").write_text("a text that is not trained on, line by line\n" * 50)
-        training = {"steps": 2, "eval_every": 1, "eval_batches": 2}
-        return train(folder, tiny(pipeline={"stages": 2}, training=training, data={"validation": validation}))
-
-    both = validated("both", {"own": 0.05, "other": "other.txt"})
-    own, other = validated("own", 0.05), validated("other", "other.txt")
-    assert both.losses == own.losses != other.losses  # which holds nothing out
-    assert [row["validation"] for row in both.metrics] == [row["validation"] for row in own.metrics]
-    assert both.metrics[0]["validations"]["own"] == both.metrics[0]["validation"]
-    assert both.metrics[0]["validations"]["other"]["tokens"] == other.metrics[0]["validation"]["tokens"]
-    assert "; other: loss " in both.stdout
-
-
 def test_epochs_end_after_their_samples_also_with_shorter_ones(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text to learn, again and again\n" * 60)
     config = tiny(

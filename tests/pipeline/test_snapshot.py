@@ -334,7 +334,9 @@ def test_prune_never_removes_what_latest_names(tmp_path):
 def test_prune_on_a_host_without_manifests_uses_the_coordinators_newest(tmp_path, complete, num_removed):
     for step in (10, 20, 30, 40):
         write_stage(snapshot_folder(tmp_path, step), 1, make_tensors(), META)
-    assert removed(tmp_path, 2, complete) == ["step-00000010", "step-00000020"][:num_removed]
+    stale = ["step-00000010", "step-00000020"][:num_removed]
+    assert removed(tmp_path, 2, complete, best=10) == stale[1:]
+    assert removed(tmp_path, 2, complete) == stale[:1]
 
 
 # -- disks without room, and writers that are killed -------------------------------------------------

@@ -85,7 +85,7 @@ class RunFeed:
         self.is_over = self._was_over = False
         self._num_damaged = self._step = 0
         self._recent: deque[Any] = deque(maxlen=RECENT_STEPS)
-        self._validation = self._checkpoint = ""
+        self._validation = self._checkpoint = self._best = ""
         self._start()
 
     def _start(self) -> None:
@@ -158,6 +158,7 @@ class RunFeed:
         self._seen[name] = row
         if name == "checkpoint" and "of_step" in row:
             self._checkpoint = f"after step {row['of_step']}, {event['text']}"
+            self._best = f"after step {row['of_step']}" if row.get("is_best") else self._best
         # the stages that a phase waits for change often, and are part of the state
         return event if name != "phase" or before.get("phase") != row["phase"] else None
 
@@ -213,6 +214,7 @@ class RunFeed:
             "schedule": f"{last.schedule}{depths}",
             "skipped": f"the last step: {last.skipped_for}" if last.skipped else "",
             "checkpoint": self._checkpoint,
+            "best checkpoint": self._best,
         }
         return {name: value for name, value in values.items() if value}
 

@@ -131,7 +131,7 @@ def _local_stages(config: ClusterConfig) -> Iterator[Finding]:
     ]
     if not here:
         return
-    spec, kept = resolved_spec(config, None), config.run.keep_checkpoints + 1
+    spec, kept = resolved_spec(config, None), config.run.keep_checkpoints + 1 + config.keeps_best
     nbytes = kept * sum(stage_estimate(config, spec, stage, device="cpu").snapshot for stage in here)
     found = [finding for stage in here for finding in stage_checks(config, stage, nbytes)]
     yield from dict.fromkeys(found)

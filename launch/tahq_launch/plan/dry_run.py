@@ -214,7 +214,8 @@ class _DryRun:
             if isinstance(self.config.hosts, str)
             else f"up to {largest} each on a host"
         )
-        yield f"  checkpoints on disk: {each}; {run.keep_checkpoints} are kept while the next is written"
+        best = " and the best one" if self.config.keeps_best else ""
+        yield f"  checkpoints on disk: {each}; {run.keep_checkpoints}{best} are kept while the next is written"
 
     def _too_large(self) -> Iterator[str]:
         """A warning for each memory of this machine that the stages on it exceed together."""

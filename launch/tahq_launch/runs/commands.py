@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tahq_launch.command_line import Debug, Device, Json, RunName, RunOrAddress
+from tahq_launch.command_line import Best, Debug, Device, Json, RunName, RunOrAddress, Step, chosen_step
 
 Key = Annotated[
     Path | None,
@@ -127,7 +127,8 @@ def stop(
 
 def pull(
     run: RunName,
-    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
+    step: Step = None,
+    best: Best = False,
     debug: Debug = False,
 ) -> int:
     """Fetch the files of a run's checkpoint from its hosts: over ssh, or from the workers of a live run.
@@ -139,7 +140,7 @@ def pull(
     from tahq_launch.runs.found import find_run
     from tahq_launch.runs.pull import pull as fetch
 
-    for line in fetch(find_run(run), step):
+    for line in fetch(find_run(run), chosen_step(step, best)):
         print(line)
     return 0
 
@@ -154,7 +155,8 @@ def evaluate(
         Path | None,
         typer.Option(metavar="RUN", help="For FOLDER: this run's held-out data, e.g. runs/demo. Default: none."),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
+    step: Step = None,
+    best: Best = False,
     batches: Annotated[
         int | None,
         typer.Option(min=1, help="Global batches of held-out data. Default: the run's training.eval_batches."),
@@ -181,6 +183,7 @@ def evaluate(
 
     names = tuple(name for name in (tasks or "").split(",") if name)
     data = None if data is None else find_run(data)
-    request = EvalRequest(find_run(model), tuple(text or ()), data, step, batches, names, task_folder, device)
+    which = chosen_step(step, best)
+    request = EvalRequest(find_run(model), tuple(text or ()), data, which, batches, names, task_folder, device)
     print_evaluation(request, as_json=json_lines)
     return 0

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -26,7 +27,16 @@ from tahq.config.file import config_from_json, load_config
 from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, TahqError, UserError
 from tahq.observe import figures
 from tahq.pipeline.checkpoint.copies import Pieces, fetch_file, has_file
-from tahq.pipeline.checkpoint.manifest import LATEST, Manifest, StageFile, read_latest, read_manifest, snapshot_folders
+from tahq.pipeline.checkpoint.manifest import (
+    LATEST,
+    Manifest,
+    StageFile,
+    best_folder,
+    latest_folder,
+    read_latest,
+    read_manifest,
+    snapshot_folders,
+)
 from tahq.units import format_size
 from tahq_launch.command_line import progress_of
 from tahq_launch.runs.at_address import WorkerFiles
@@ -41,8 +51,12 @@ _NOT_THERE = 66
 """Exit status of the script on a host that has no such file."""
 
 
-def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Manifest]:
-    """Folder and manifest of a run's checkpoint after a step; None: the newest.
+Which = int | Literal["best"] | None
+"""A checkpoint: after so many steps, with the lowest validation loss, or (None) the newest."""
+
+
+def checkpoint_of(run: Path, step: Which) -> tuple[Path, Manifest]:
+    """Folder and manifest of a run's checkpoint.
 
     Raises:
         UserError: the run or the checkpoint does not exist.
@@ -56,6 +70,11 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Manifest]:
         raise UserError(
             f"{run} has no checkpoint yet; a live run writes one when run.checkpoint_every says, and at tahq stop"
         )
+    if step == "best":
+        best = best_folder(folder.snapshots)
+        if best is None:
+            raise UserError(f"{run} has no best checkpoint; a run with training.eval_every and run.keep_best keeps one")
+        return best, read_manifest(best)
     folders = snapshot_folders(folder.snapshots)
     if step not in folders:
         existing = ", ".join(map(str, folders)) or "none"
@@ -63,7 +82,7 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Manifest]:
     return folders[step], read_manifest(folders[step])
 
 
-def pull(run: Path, step: int | None = None) -> Iterator[str]:
+def pull(run: Path, step: Which = None) -> Iterator[str]:
     """Fetch the files of a checkpoint that are not in the run's folder; yields lines about them.
 
     Raises:
@@ -139,11 +158,25 @@ def _lacks_ssh(config: ClusterConfig, entry: StageFile) -> bool:
 def collected(
     run: Path, connect: Callable[[], WorkerFiles], warn: Callable[[str], None], is_wanted: Callable[[], bool]
 ) -> Iterator[str]:
-    """Fetch the files of a run's newest checkpoint that are on hosts without ssh, in threads beside the coordinator.
+    """Fetch files of a run's newest and best checkpoint from hosts without ssh, in threads beside the coordinator.
 
     Yields the progress, in words, until that has ended; failures are warnings.
     """
-    folder, manifest = read_latest(RunFolder(run).snapshots)
+    snapshots = RunFolder(run).snapshots
+    newest, best = latest_folder(snapshots), best_folder(snapshots)
+    yield from _collected(newest, connect, warn, is_wanted, f"tahq pull {run}")
+    if best is not None and best != newest:
+        yield from _collected(best, connect, warn, is_wanted, f"tahq pull {run} --best")
+
+
+def _collected(
+    folder: Path,
+    connect: Callable[[], WorkerFiles],
+    warn: Callable[[str], None],
+    is_wanted: Callable[[], bool],
+    command: str,
+) -> Iterator[str]:
+    manifest = read_manifest(folder)
     config = config_from_json(json.dumps(manifest.config))
     files = [entry for entry in manifest.files if _lacks_ssh(config, entry) and not (folder / entry.file).is_file()]
     if not files:
@@ -168,7 +201,7 @@ def collected(
         reasons = "; ".join(failures) if is_wanted() else f"left on their hosts: {left}"
         warn(
             f"{reasons}; copy them into {folder} by hand, or resume the run (done already: with more training.steps) "
-            f"and call `tahq pull {run}` meanwhile"
+            f"and call `{command}` meanwhile"
         )
 
 

@@ -18,7 +18,7 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
     start = {cast(Traffic, direction): spec for direction, spec in config.wire.specs().items()}
     follow = config.wire.follow
     if follow is None:
-        return CodecOptions(start, sums=config.sum_codecs)
+        return CodecOptions(start, saved=saved, sums=config.sum_codecs)
     ladders = _ladders(config)
     guard = follow.guard.model_dump(include={"max_error", "loss_rise", "hold"})
     rules = FollowRules(ladders, follow.raise_after, follow.lower_after, **guard)

@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.config.stage_estimate import with_memory_choices
+from tahq.coordinator.best_loss import BestLoss
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import StepRecord
@@ -32,6 +33,7 @@ from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.quant import CodecSpec
 from tahq.quant.quality import expected_gap
+from tahq.quant.spec import AqsgdSpec
 from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.schedule_search import schedule_search
@@ -226,6 +228,7 @@ def _coordinator_options(
         tokens_per_step=config.training.global_batch * config.data.seq_len,
         checkpoint_every=run.checkpoint_every,
         keep_checkpoints=run.keep_checkpoints,
+        best=_best(config),
         copies=run.copies,
         copies_within_host=run.copies_within_host,
         peer_timeout_s=run.peer_timeout,
@@ -251,6 +254,15 @@ def _coordinator_options(
         are_depths_set=config.pipeline.depths is not None,
         choose_schedule=schedule_search(config),
     )
+
+
+def _best(config: ClusterConfig) -> Literal["", "after", "at once"]:
+    """See `CoordinatorOptions.best`."""
+    if not config.keeps_best:
+        return ""
+    # samples that AQ-SGD remembers, and subspaces, change within a step
+    remembers = any(isinstance(CodecSpec.parse(each), AqsgdSpec) for each in config.wire.specs().values())
+    return "at once" if remembers or config.training.is_low_rank else "after"
 
 
 @contextlib.contextmanager
@@ -344,14 +356,19 @@ def _from_checkpoint(folder: RunFolder, given: ClusterConfig, problem: str) -> t
             "on, set it to more"
         )
     warning = (f"{problem}; using the configuration of the checkpoint after step {manifest.step}",) if problem else ()
+    saved = dict(manifest.meta.get("codecs") or {})
+    best, notes = BestLoss.restored(saved), report.lines()
+    if why := best.why_over(config.training.early_stopping):
+        saved |= replace(best, num_worse=0).saved()
+        notes.append(f"the run had stopped early: {why}; it goes on, and counts evaluations anew")
     return config, Origin(
         run_id=manifest.run_id,
         start_step=manifest.step,
         snapshot=str(chosen.folder.relative_to(folder.path)),
         files=manifest.sha256,
-        notes=tuple(report.lines()),
+        notes=tuple(notes),
         warnings=(*chosen.warnings, *warning),
-        codecs=dict(manifest.meta.get("codecs") or {}),
+        codecs=saved,
     )
 
 

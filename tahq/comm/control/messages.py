@@ -328,7 +328,9 @@ class Commit:
     `codecs` has a row (as in START) for each link and direction with another codec from the next step on, `schedule`
     and `depths` are as in START from then on ("": nothing changes), as is `computing` (empty: nothing changes). A step
     that was `abandoned` is not applied.
-    `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go.
+    `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go, but
+    that after `best_snapshot` steps. `snapshot_before`: first write the checkpoint after the step before, as the state
+    still is.
     """
 
     step: int
@@ -343,6 +345,8 @@ class Commit:
     depths: list[int] = field(default_factory=list)
     computing: list[int] = field(default_factory=list)
     abandoned: bool = False
+    best_snapshot: int = 0
+    snapshot_before: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 
     snapshots/
     ├── latest                              name of the newest complete folder, one line
+    ├── best                                the same of the one with the lowest validation loss, if losses are known
     └── step-00000100/                      after 100 committed steps
         ├── manifest.json                   its files; written when all stages have reported
         ├── stage-000-1f0c….safetensors     named by stage and content
@@ -29,6 +30,7 @@ from tahq.pipeline.checkpoint.durable_file import read_bounded
 FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+BEST = "best"
 FOLDER_PREFIX = "step-"
 MAX_LATEST_NBYTES = 1024
 MAX_MANIFEST_NBYTES = 64 << 20
@@ -191,6 +193,16 @@ def latest_folder(snapshots: Path) -> Path:
             f"{path} names {name[:80]!r}, which is not a complete checkpoint; write another name into it"
         )
     return folder
+
+
+def best_folder(snapshots: Path) -> Path | None:
+    """The checkpoint that `best` names; None: there is none, or it is not complete."""
+    try:
+        folder = snapshots / read_bounded(snapshots / BEST, MAX_LATEST_NBYTES).decode().strip()
+    except (OSError, ValueError):
+        return None
+    is_whole = folder in snapshot_folders(snapshots).values() and (folder / MANIFEST).is_file()
+    return folder if is_whole else None
 
 
 def read_latest(snapshots: Path) -> tuple[Path, Manifest]:

@@ -370,6 +370,8 @@ RULES: Mapping[str, KeyRule] = {
     "training.max_skipped_in_a_row": KeyRule(Verdict.EXACT, "it matters only at steps with NaN or infinity"),
     "training.eval_every": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.eval_batches": KeyRule(Verdict.EXACT, _NO_EFFECT),
+    "training.best_set": KeyRule(Verdict.EXACT, _NO_EFFECT),
+    "training.early_stopping": KeyRule(Verdict.EXACT, "it changes no step, only their number"),
     "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
     "training.fp8": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_FP8),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),

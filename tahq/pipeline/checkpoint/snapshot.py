@@ -24,10 +24,12 @@ from typing import Any
 from tahq.errors import SnapshotError
 from tahq.pipeline.checkpoint.durable_file import wait_for_room, write_text_durably
 from tahq.pipeline.checkpoint.manifest import (
+    BEST,
     LATEST,
     MANIFEST,
     Manifest,
     StageFile,
+    best_folder,
     latest_folder,
     read_manifest,
     snapshot_folder,
@@ -61,6 +63,17 @@ def publish(
     return manifest
 
 
+def mark_best(snapshots: Path, step: int) -> None:
+    """Have `best` name this checkpoint, which is complete; SnapshotError: it cannot be written."""
+    write_text_durably(snapshots / BEST, snapshot_folder(snapshots, step).name + "\n")
+
+
+def best_step(snapshots: Path) -> int:
+    """Steps behind the checkpoint that `best` names; 0: there is none."""
+    best = best_folder(snapshots)
+    return next((step for step, folder in snapshot_folders(snapshots).items() if folder == best), 0)
+
+
 def discard(snapshots: Path, step: int) -> None:
     """Remove an incomplete checkpoint, which takes the room of the next one.
 
@@ -73,8 +86,8 @@ def discard(snapshots: Path, step: int) -> None:
         _remove_folder(folder)
 
 
-def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints, and what killed writers left before them.
+def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None, best: int = 0) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints and the best one, and what killed writers left before them.
 
     The checkpoint that `latest` names stays, and so do newer ones, which may be in progress. Without a `latest`, on a
     host that has only its own stage's files, `complete` replaces it, and every older folder counts as a checkpoint.
@@ -84,6 +97,7 @@ def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None
         keep: complete checkpoints to keep, at least 1.
         complete: steps behind the newest one that the coordinator has; 0: it has none, so nothing is removed.
         base: steps behind the oldest one that a lost stage may restart from; it and newer ones stay. None: no limit.
+        best: steps behind the best one, where `best` does not name it; 0: there is none.
 
     Returns:
         The folders that were removed.
@@ -99,6 +113,8 @@ def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None
         stale = [folder for folder in older if folder not in whole[max(0, len(whole) - (keep - 1)) :]]
     else:
         stale = [folder for step, folder in folders.items() if step <= complete][:-keep]
+    kept = {best_folder(snapshots), folders.get(best)}
+    stale = [folder for folder in stale if folder not in kept]
     if base is not None:
         stale = [folder for step, folder in folders.items() if folder in stale and step < base]
     for folder in stale:
@@ -182,6 +198,8 @@ def turn_back(snapshots: Path, chosen: Path) -> None:
             except OSError as error:
                 raise SnapshotError(f"cannot rename {manifest}: {error.strerror}; remove {manifest.parent}") from error
             log.warning("the run turns back from %s; its manifest is now called %s", manifest.parent.name, SET_ASIDE)
+    if best_folder(snapshots) is None:
+        (snapshots / BEST).unlink(missing_ok=True)
     with suppress(SnapshotError):
         if latest_folder(snapshots) == chosen:
             return
