@@ -45,6 +45,7 @@ BACKWARD: Final = "backward"  # it begins a micro-batch's backward
 BEFORE_PREPARE: Final = "before-prepare"  # it has all gradients of the step, and has not reported them
 PREPARED: Final = "prepared"  # it has sent PREPARE and waits for the decision
 COMMITTING: Final = "committing"  # it has the decision and has not changed its weights yet
+SAMPLING: Final = "sampling"  # it has passed on the first token of samples, and begins the second
 SNAPSHOT: Final = "snapshot"  # it has written its part of a checkpoint, which is not durable and has no name yet
 # In the coordinator:
 COMMIT_DECIDED: Final = "commit-decided"  # it has decided; nothing is written yet
@@ -54,7 +55,7 @@ PUBLISHING: Final = "publishing"  # all parts of a checkpoint are durable; it is
 PUBLISHED: Final = "published"  # `latest` names the checkpoint; no worker has been told
 
 NAMES: Final = (
-    *(HANDSHAKE, FORWARD, BACKWARD, BEFORE_PREPARE, PREPARED, COMMITTING, SNAPSHOT),
+    *(HANDSHAKE, FORWARD, BACKWARD, BEFORE_PREPARE, PREPARED, COMMITTING, SAMPLING, SNAPSHOT),
     *(COMMIT_DECIDED, COMMIT_JOURNALLED, COMMIT_SENT, PUBLISHING, PUBLISHED),
 )
 

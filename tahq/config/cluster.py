@@ -50,6 +50,7 @@ _OTHER_NAMES = {
     "training.early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
     "run.keep_best, and tahq export --best": "load_best_model_at_end save_best_checkpoint",
     "training.best_set, a set of data.validation": "metric_for_best_model",
+    "training.samples, with prompts": "sample_prompts eval_table_size do_sample_every",
     "run.checkpoint_every, in steps": "save_steps save_interval checkpoint_interval saves_per_epoch",
     "run.keep_checkpoints": "save_total_limit keep_latest_k",
     "run.dir": "output_dir save_dir dump_folder",
@@ -544,6 +545,14 @@ class ClusterConfig(Section):
             )
         if self.training.eval_every is not None and not self.data.validation_sets:
             raise ValueError("training.eval_every needs validation samples, but data.validation is 0")
+        samples = self.training.samples
+        if samples is not None and samples.max_tokens >= self.data.seq_len:
+            raise ValueError(
+                f"training.samples.max_tokens {samples.max_tokens} leaves no room for a prompt in data.seq_len "
+                f"{self.data.seq_len} tokens; lower it"
+            )
+        if samples is not None and "weights" in self.shards:
+            raise ValueError("training.samples cannot be written with memory.shard: weights; remove one of them")
         best, names = self.training.best_set, list(self.data.validation_sets)
         if best is not None and best not in names:
             known = ", ".join(filter(None, names)) or "no names"

@@ -225,6 +225,8 @@ class StepRecord:
     """Tokens of all samples, prompts and padding included; 0: unknown."""
     router_loss: float | None = None
     """The load-balancing loss of experts, times its coefficient, which `loss` leaves out; None: there is none."""
+    sampling: bool = False
+    """Whether a `SamplesRecord` of this step will follow."""
 
     @property
     def skipped_for(self) -> str:
@@ -303,6 +305,14 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesRecord:
+    """Prompts, each with the text that the model has written behind it, after `step` steps."""
+
+    step: int
+    texts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotRecord:
     """A complete checkpoint after `step` steps, or `error` says why it failed."""
 
@@ -364,6 +374,9 @@ class RunObserver:
 
     def validated(self, record: ValidationRecord) -> None:
         """The validation loss of the step committed last has come in."""
+
+    def sampled(self, record: SamplesRecord) -> None:
+        """The samples of the step committed last have come in."""
 
     def snapshot_written(self, record: SnapshotRecord) -> None:
         """A checkpoint is complete, or has failed (`record.error`); training goes on either way."""

@@ -152,7 +152,7 @@ class RunState:
     reported_s: float = 0.0
     """When a stage last reported something that the end of the run waits for."""
     evaluating: int | None = None
-    """The step, from 0, whose validation loss is owed."""
+    """The step, from 0, whose validation loss or samples are owed."""
     owed: dict[int, RestorePoint] = field(default_factory=dict)
     """Checkpoints whose parts are owed, by step; they have no files yet."""
     present: RestorePoint | None = None
@@ -230,13 +230,13 @@ class RunState:
         if commit.snapshot_before and self.present is not None:
             self.owed[self.present.step], self.checkpoint_s = self.present, now_s
         self.present = after
-        if commit.evaluate:
+        if commit.evaluate or commit.sample:
             self.evaluating = commit.step
         if commit.snapshot:
             self.owed[after.step], self.checkpoint_s = after, now_s
 
     def evaluated(self, saved: Mapping[str, Any]) -> None:
-        """The validation loss that was owed is known; `saved` belongs into the checkpoint after its step."""
+        """What was owed is known; `saved` belongs into the checkpoint after its step."""
         self.evaluating = None
         if self.present is not None:
             self.present = replace(self.present, saved_codecs={**self.present.saved_codecs, **saved})

@@ -129,7 +129,7 @@ def decide(
     apply = not abandoned and not culprits and math.isfinite(norm)
     if not (apply or abandoned):
         _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
-    last = done >= num_steps
+    last, samples = done >= num_steps, training.samples
     return Commit(
         step=done - 1,
         apply=apply,
@@ -138,6 +138,7 @@ def decide(
         snapshot=last or stop or is_checkpoint_due,
         stop=last or stop,
         abandoned=abandoned,
+        sample=samples is not None and (last or done % samples.every == 0),
     )
 
 
@@ -231,6 +232,7 @@ def step_record(
         clip_factor=commit.clip_factor,
         skipped=not commit.apply,
         evaluating=commit.evaluate,
+        sampling=commit.sample,
         stages=tuple(_stage_record(number, present.get(number), step_time_s) for number in range(grid.num_workers)),
         links=tuple(link for p in prepares for link in _link_records(p, ends, step_time_s)),
         lr=lr,

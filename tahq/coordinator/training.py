@@ -32,7 +32,7 @@ from tahq.coordinator.context import CoordinatorOptions, RunContext
 from tahq.coordinator.joining.seats import RestorePoint, Seat, stage_list
 from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
-from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
+from tahq.coordinator.observer import SamplesRecord, SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
 from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage
 from tahq.coordinator.steps import TraceCollector, check_prepare, decide, is_repeated, step_record
@@ -40,6 +40,7 @@ from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint import snapshot as folders
 from tahq.pipeline.checkpoint.manifest import StageFile, snapshot_name
+from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update import learning_rate
 
 log = logging.getLogger(__name__)
@@ -349,15 +350,32 @@ class Training:
                 return  # the previous coordinator received it, or a stage evaluated again for other replicas
             asked = self._run.evaluating
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step}; expected {asked}")
-        numbers = evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum
-        if {len(each) for each in numbers} != {len(self._ctx.options.validation_sets)} or min(evaluated.tokens) < 1:
-            raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step} on {evaluated.tokens} tokens")
+        self._check_evaluation(seat, evaluated)
         self._ctx.journal.evaluated(evaluated)
         self._take_evaluation(evaluated)
+
+    def _check_evaluation(self, seat: Seat, evaluated: Evaluated) -> None:
+        options = self._ctx.options
+        numbers = evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum
+        num_sets, num_prompts = len(options.validation_sets), len(prompts_of(options.training))
+        are_losses = {len(each) for each in numbers} in ({num_sets}, {0}) and min(evaluated.tokens, default=1) >= 1
+        if not are_losses or len(evaluated.samples) not in (num_prompts, 0):
+            raise RemoteProtocolError(
+                f"{seat.name} evaluated step {evaluated.step} on {evaluated.tokens} tokens, with "
+                f"{len(evaluated.samples)} samples; expected {num_sets} validation sets and {num_prompts} prompts"
+            )
 
     def _take_evaluation(self, evaluated: Evaluated) -> None:
         # an evaluation is not part of a step
         self._run.step_began_s = self._run.reported_s = self._ctx.clock()
+        if evaluated.tokens:
+            self._take_losses(evaluated)
+        self._run.evaluated(self._best.saved())
+        if evaluated.samples:
+            texts = zip(prompts_of(self._ctx.options.training), evaluated.samples, strict=True)
+            self._ctx.observer.sampled(SamplesRecord(evaluated.step + 1, tuple(texts)))
+
+    def _take_losses(self, evaluated: Evaluated) -> None:
         rows = zip(evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum, strict=True)
         first, *others = (
             ValidationRecord(evaluated.step + 1, tokens, loss / tokens, raw_loss / tokens, name)
@@ -366,7 +384,6 @@ class Training:
         training = self._ctx.options.training
         watched = next((each for each in (first, *others) if each.name == training.best_set), first)
         self._best = self._best.after(watched.step, watched.loss_raw, training.early_stopping)
-        self._run.evaluated(self._best.saved())
         self._ctx.observer.validated(replace(first, others=tuple(others)))
 
     def traced(self, _: Seat, part: Traced) -> None:
@@ -513,6 +530,11 @@ class Training:
                 order = replace(order, public_key=source.public_key)
             ctx.server.send(identity, order)
         return is_settled
+
+
+def prompts_of(training: TrainingConfig) -> list[str]:
+    """The prompts of samples; none: there are no samples."""
+    return [] if training.samples is None else training.samples.prompts
 
 
 def publish_to_folder(options: CoordinatorOptions, parts: SnapshotParts) -> None:

@@ -79,9 +79,13 @@ class DataConfig(Section):
 
     @property
     def validation_sets(self) -> Mapping[str, float | Paths]:
-        """The validation sets by name, each a share of the data or files; "" names one that has no name."""
+        """The validation sets by name, each a share of the data or files; "" names one that has no name.
+
+        The share comes first, then others by name: a configuration that was sent has lost the order of its keys.
+        """
         named = self.validation if isinstance(self.validation, dict) else {"": self.validation}
-        return {name: each for name, each in named.items() if each}
+        ordered = sorted(named.items(), key=lambda item: (not isinstance(item[1], float), item[0]))
+        return {name: each for name, each in ordered if each}
 
     @property
     def held_out(self) -> float:

@@ -215,6 +215,14 @@ class ModelSlice(nn.Module):
             return chunked_cross_entropy(y, weight, labels, chunks, divisor, self.z_loss, self._soft_cap)
         return cross_entropy(y, labels, divisor, self.z_loss)
 
+    def logits(self, y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] behind one position of each sample, int64 [B], from an output of the last slice."""
+        rows = y[torch.arange(len(places), device=y.device), places]
+        if self.loss_chunks == 1:
+            return rows
+        with self._products(rows, None, None):
+            return soft_capped(self.lm_head(rows), self._soft_cap)
+
     def attend_by(self, name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
         """Make the blocks compute attention by a function like `keyed_attention`."""
         register_attention(name, attention)

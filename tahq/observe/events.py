@@ -8,7 +8,7 @@ have more::
     lost      stage                      returned   stage
     link      stage, link, reason        ended      exit_status
     checkpoint   of_step and is_best, if complete
-    codec, schedule, warning, turned back
+    codec, schedule, sample, warning, turned back
 
 A `link` event with a reason says that this stage's end of the link is degraded, one without that it works again.
 """
@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tahq.coordinator.observer import RunEnd, RunHeader, SnapshotRecord, StageStatus, StepRecord
+from tahq.coordinator.observer import RunEnd, RunHeader, SamplesRecord, SnapshotRecord, StageStatus, StepRecord
 from tahq.observe import figures
 from tahq.observe.metrics import LinesFile
+from tahq.observe.run_history import sample_lines
 from tahq.units import format_size
 
 
@@ -93,6 +94,11 @@ class EventsFile(LinesFile):
         else:
             text = f"{format_size(record.nbytes)}{', the best so far' * record.is_best}"
             self._event("checkpoint", text, of_step=record.step, is_best=record.is_best)
+
+    def sampled(self, record: SamplesRecord) -> None:
+        """Write the samples."""
+        for line in sample_lines(record):
+            self._event("sample", line)
 
     def warned(self, text: str) -> None:
         """Write a warning."""

@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON object per step, in order, each line written as soon as it is complete.
 
-The line of a step that is evaluated is held back until its validation loss has come in, so that there
+The line of a step that is evaluated is held back until its validation loss and samples have come in, so that there
 is one object per step and nothing else. NaN and infinity, which JSON does not have, become null. When a
 run continues from a checkpoint, what the file says about later steps is cut off first. Lines that a full disk does
 not take are kept, and written when there is room again.
@@ -25,6 +25,7 @@ from tahq.coordinator.observer import (
     LinkRecord,
     RunEnd,
     RunObserver,
+    SamplesRecord,
     StageRecord,
     StageSplit,
     StepRecord,
@@ -82,12 +83,15 @@ class MetricsFile(LinesFile):
         keep_until(path, start_step)
         super().__init__(path)
         self._held: dict[str, Any] | None = None
+        self._waits_for: set[str] = set()
 
     def step_committed(self, record: StepRecord) -> None:
-        """Write the step's line, or hold it back until its validation loss is there."""
+        """Write the step's line, or hold it back until its validation loss and samples are there."""
         self._release()
         self._held = step_object(record)
-        if not record.evaluating:
+        parts = {"validation": record.evaluating, "samples": record.sampling}
+        self._waits_for = {name for name, follows in parts.items() if follows}
+        if not self._waits_for:
             self._release()
 
     def turned_back(self, step: int) -> None:
@@ -100,9 +104,19 @@ class MetricsFile(LinesFile):
 
     def validated(self, record: ValidationRecord) -> None:
         """Complete the line that was held back."""
-        if self._held is not None and self._held["step"] == record.step:
-            self._held |= validation_object(record)
-        self._release()
+        self._complete(record.step, "validation", validation_object(record))
+
+    def sampled(self, record: SamplesRecord) -> None:
+        """Complete the line that was held back."""
+        texts = [{"prompt": prompt, "text": text} for prompt, text in record.texts]
+        self._complete(record.step, "samples", {"samples": texts})
+
+    def _complete(self, step: int, name: str, values: Mapping[str, Any]) -> None:
+        if self._held is not None and self._held["step"] == step:
+            self._held |= values
+            self._waits_for.discard(name)
+        if not self._waits_for:
+            self._release()
 
     def ended(self, end: RunEnd) -> None:
         """Write what was held back, and close the file; OSError if the disk is still full."""

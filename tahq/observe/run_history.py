@@ -3,6 +3,7 @@
 Keeps totals, one number per step and the last few records, never the records of all steps.
 """
 
+import json
 from collections import Counter, deque
 from dataclasses import replace
 from statistics import fmean, median
@@ -13,6 +14,7 @@ from tahq.coordinator.observer import (
     RunEnd,
     RunHeader,
     RunObserver,
+    SamplesRecord,
     SnapshotRecord,
     StageStatus,
     StepRecord,
@@ -171,6 +173,12 @@ def validation_text(record: ValidationRecord) -> str:
         f"without the codec {figures.loss(each.loss_raw)} ({perplexity(each.loss_raw):.4g})"
         for each in record.sets
     )
+
+
+def sample_lines(record: SamplesRecord) -> list[str]:
+    """``after step 2: "Once upon a" → " time\\n"``, for each prompt."""
+    texts = ((json.dumps(each, ensure_ascii=False) for each in pair) for pair in record.texts)
+    return [f"after step {record.step}: {prompt} → {text}" for prompt, text in texts]
 
 
 def _wire(history: RunHistory) -> dict[str, str]:

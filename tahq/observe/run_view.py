@@ -21,6 +21,7 @@ from tahq.coordinator.observer import (
     RunEnd,
     RunHeader,
     RunObserver,
+    SamplesRecord,
     SnapshotRecord,
     StageRecord,
     StageSplit,
@@ -33,7 +34,7 @@ from tahq.observe import figures
 from tahq.observe.bottleneck import Advise
 from tahq.observe.events import EventsFile
 from tahq.observe.metrics import MetricsFile
-from tahq.observe.run_history import RunHistory, summary_text, validation_text
+from tahq.observe.run_history import RunHistory, sample_lines, summary_text, validation_text
 from tahq.observe.trace_file import TraceFiles
 from tahq.units import format_size
 
@@ -151,6 +152,11 @@ class Announcer(RunObserver):
     def validated(self, record: ValidationRecord) -> None:
         """Announce a validation loss."""
         self.announce(f"validation {validation_text(record)}")
+
+    def sampled(self, record: SamplesRecord) -> None:
+        """Announce the samples."""
+        for line in sample_lines(record):
+            self.announce(f"sample {line}")
 
     def snapshot_written(self, record: SnapshotRecord) -> None:
         """Announce a checkpoint, or why it failed."""

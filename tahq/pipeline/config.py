@@ -58,6 +58,25 @@ class EarlyStopping(Section):
     """A loss counts as lower if it is so by more than this, in nats per token."""
 
 
+class SamplesConfig(Section):
+    """Texts that the model continues every few steps, always by the likeliest token, to show what it has learned.
+
+    Example: `training: {samples: {every: 100, prompts: ["Once upon a time", "def main("]}}`
+    """
+
+    every: int = Field(ge=1)
+    """Steps between samples; the last step has some, too."""
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=16)
+    """Texts to continue as they stand."""
+    max_tokens: int = Field(default=32, ge=1, le=512)
+    """New tokens; each takes a round trip through all stages."""
+
+    def num_positions(self, seq_len: int) -> int:
+        """Positions of the batch of all prompts, of `seq_len` at most; all stages know it, also without a tokenizer."""
+        longest = 1 + max(len(prompt.encode()) for prompt in self.prompts)  # tokens are no shorter than a byte
+        return min(seq_len, longest + self.max_tokens)
+
+
 class TrainingConfig(Section):
     """How the weights learn, and for how long: `steps` or `epochs`.
 
@@ -121,9 +140,11 @@ class TrainingConfig(Section):
     """Global batches per evaluation and validation set."""
     best_set: str | None = None
     """The set of `data.validation` whose loss, without codecs, says which checkpoint is the best, and when to stop
-    early. Not set: the first."""
+    early. Not set: the share of the data, else the first by name."""
     early_stopping: EarlyStopping | None = None
     """When to stop before the last step. Not set: never."""
+    samples: SamplesConfig | None = None
+    """Texts to write with the model during training. Not set: none."""
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
     """Shorter sequences at first: `[[512, 1000], [1024, 2000]]` cuts samples into pieces of 512 tokens until step
     1000, of 1,024 until step 2000."""

@@ -70,6 +70,11 @@ class Chunk:
         with _autocast(y, bf16):
             return self.module.loss(y, labels, divisor)
 
+    def logits(self, y: torch.Tensor, places: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+        """See `ModelSlice.logits`."""
+        with _autocast(y, bf16):
+            return self.module.logits(y, places)
+
 
 def _autocast(x: torch.Tensor, bf16: bool) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, torch.bfloat16) if bf16 else nullcontext()

@@ -58,7 +58,9 @@ from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
 from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
+from tahq.pipeline.engine import StageEngine
 from tahq.pipeline.optimizer import low_rank_settings
+from tahq.pipeline.sampling import Sampler
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan
 from tahq.pipeline.weight_loans import SharedBlock
@@ -398,6 +400,15 @@ class Assembly:
         if self.reader is not None:
             stage.load(self.reader.tensor, self.reader.names())
         return stage
+
+    def sampler(self, engine: StageEngine) -> Sampler | None:
+        """Writes the run's samples on this stage; None: the run has none."""
+        training, data = self.config.training, self.config.data
+        if training.samples is None:
+            return None
+        num_frames = len(data.validation_sets) * training.eval_batches * training.num_micro_batches
+        tokenizer = None if self.data is None else self.data.tokenizer
+        return Sampler(engine, training.samples, data.seq_len, num_frames, tokenizer)
 
     def meta(self, step: int) -> StageMeta:
         """The description of this stage's part of the checkpoint after `step` steps."""

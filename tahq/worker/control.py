@@ -50,7 +50,7 @@ from tahq.pipeline.checkpoint.manifest import snapshot_folder
 from tahq.pipeline.checkpoint.snapshot import prune
 from tahq.pipeline.checkpoint.stage_file import write_stage
 from tahq.pipeline.checkpoint.writer import SnapshotWriter
-from tahq.pipeline.engine import StepResult
+from tahq.pipeline.engine import EvaluationResult, StepResult
 from tahq.pipeline.stage import Stage, keep_batch
 from tahq.pipeline.step_meter import StepMeter
 from tahq.worker.assembly import Assembly, snapshots_folder
@@ -227,6 +227,7 @@ class WorkerTraining:
         self._assembly = assembly
         self._offer = offer
         self._config = config = assembly.config
+        self._sampler = assembly.sampler(stage.engine)
         self._run_folder = Path(config.run.dir) / config.run.name
         num_stages = config.pipeline.num_workers if isinstance(config.hosts, str) else 1
         self._writer = SnapshotWriter(self._write_snapshot, config.run.checkpoint_buffers, stage.stopwatch, num_stages)
@@ -331,13 +332,27 @@ class WorkerTraining:
         stage.use_codecs(commit.step + 1, commit.codecs)
         stage.use_schedule(commit.schedule, commit.depths)
         stage.use_replicas(commit.computing)
-        if commit.evaluate and stage.evaluates:
-            num_batches, num_sets = stage.plan.training.eval_batches, len(self._config.data.validation_sets)
-            sums = stage.engine.evaluate(commit.step, num_batches, num_sets, self._control.working)
-            if sums and stage.is_of_first_replica:
-                losses = [each.loss_sum for each in sums], [each.raw_loss_sum for each in sums]
-                self._control.send(Evaluated(commit.step, [each.tokens for each in sums], *losses))
+        if (commit.evaluate or commit.sample) and stage.evaluates:
+            self._evaluate(commit)
             self._meter.begin(commit.step + 1)
+
+    def _evaluate(self, commit: Commit) -> None:
+        """Validation losses and samples, as far as the commit asks for them; the last stage reports them."""
+        engine, step, working = self._stage.engine, commit.step, self._control.working
+        sums, samples = list[EvaluationResult](), list[str]()
+        if commit.evaluate:
+            num_batches, num_sets = self._config.training.eval_batches, len(self._config.data.validation_sets)
+            sums = engine.evaluate(step, num_batches, num_sets, working)
+        if commit.sample and self._sampler is not None:
+            samples = self._sampler.texts(step, partial(self._before_token, step))
+        if (sums or samples) and self._stage.is_of_first_replica:
+            losses = [each.loss_sum for each in sums], [each.raw_loss_sum for each in sums]
+            self._control.send(Evaluated(step, [each.tokens for each in sums], *losses, samples))
+
+    def _before_token(self, step: int, number: int) -> None:
+        self._control.working(f"writing samples, token {number + 1}")
+        if number == 1:
+            reached(fault_points.SAMPLING, stage=self._control.stage, step=step)
 
     def _keep_batch(self, step: int) -> None:
         """Keep the samples of a step that had NaN or infinity; the first stage does so for all."""

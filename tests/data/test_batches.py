@@ -146,15 +146,15 @@ def test_several_validation_sets_have_their_own_samples_and_hold_out_only_the_sh
     sets = load_validation(config, dataset, tokenizer)
     batches = source(dataset, sets=sets)
     assert [(each.name, each.num_samples) for each in sets] == [
-        *(("other", 23), ("pairs", 5)),
         ("own", plain.num_validation_samples),
+        *(("other", 23), ("pairs", 5)),
     ]
     assert batches.train(0).digest == source(plain).train(0).digest
-    assert batches.validation(0, 2).digest == source(plain).validation(0).digest
-    assert bytes(batches.validation(0, 0).tokens[0].tolist()) in b"something else " * 10
-    assert [batches.validation(index, 1).num_tokens for index in range(3)] == [8, 2, 0]  # b and the end, of five
+    assert batches.validation(0, 0).digest == source(plain).validation(0).digest
+    assert bytes(batches.validation(0, 1).tokens[0].tolist()) in b"something else " * 10
+    assert [batches.validation(index, 2).num_tokens for index in range(3)] == [8, 2, 0]  # b and the end, of five
     assert fingerprint_of(plain, load_validation(alone, plain, tokenizer)) == plain.fingerprint
-    assert fingerprint_of(dataset, sets) != fingerprint_of(dataset, sets[1:]) != dataset.fingerprint
+    assert fingerprint_of(dataset, sets) != fingerprint_of(dataset, sets[:2]) != dataset.fingerprint
 
 
 def test_missing_file_of_a_validation_set_is_named_by_its_key(text_file, byte_dataset):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import finish, launch, overrides, tiny, train
+from support.runs import assert_same_run, finish, launch, overrides, tiny, train
+
+from tahq import fault_points
 
 pytestmark = pytest.mark.ci
 
@@ -30,8 +32,7 @@ def test_run_that_stops_early_has_its_best_weights_and_goes_on_when_resumed(tmp_
     early = {"eval_every": 2, "eval_batches": 1, "early_stopping": {"patience": 1, "min_delta": 10.0}}
     wire = {"activations": "tah", "gradients": "fixed:bits=6"}
     config = tiny(pipeline={"stages": 2}, training={"steps": 20, **early}, wire=wire)
-    run = launch(tmp_path / "early", config)
-    assert run.returncode == 0, run.stderr
+    run = train(tmp_path / "early", config)
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5]
     assert "stopped after step 5 of 20: no validation loss was lower by more than 10 in 1 eval" in run.stderr
     assert (run.folder / "snapshots" / "best").read_text() == "step-00000004\n"
@@ -40,10 +41,55 @@ def test_run_that_stops_early_has_its_best_weights_and_goes_on_when_resumed(tmp_
     assert exported.returncode == 0, exported.stderr
     weights = load_file(tmp_path / "early" / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in four.weights.items() if name in weights)
-    assert "best checkpoint  after step 4" in finish(tmp_path / "early", "tahq", "status", "tiny").stdout
+    assert "best checkpoint after step 4" in finish(tmp_path / "early", "tahq", "status", "tiny").stdout
     resumed = launch(tmp_path / "early", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "the run had stopped early: no validation loss was lower" in resumed.stdout
     assert [row["step"] for row in resumed.metrics] == [1, 2, 3, 4, 5, 6, 7]
     longer = launch(tmp_path / "early", config, "--resume", *overrides("training.early_stopping.patience=100"))
     assert [row["step"] for row in longer.metrics][-1] == 20
+
+
+PROMPTS = ["def main(", "import"]
+SAMPLES = {"every": 2, "prompts": PROMPTS, "max_tokens": 8}
+
+
+def written(run):
+    return [(row["step"], row["samples"]) for row in run.metrics if "samples" in row]
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{"stages": 4}, {"stages": 1}, {"stages": 2, "chunks": 2, "schedule": "interleaved"}], ids=str
+)
+def test_samples_are_those_of_the_exported_model_and_change_no_bit(tmp_path, pipeline):
+    training = {"steps": 4, "eval_every": 4, "eval_batches": 1, "lr": 1e-2}
+    run = train(tmp_path / "with", tiny(pipeline=pipeline, training={**training, "samples": SAMPLES}))
+    assert_same_run(run, train(tmp_path / "without", tiny(pipeline=pipeline, training=training)))
+    assert [step for step, _ in written(run)] == [2, 4]
+    for sample in written(run)[-1][1]:
+        text = finish(tmp_path / "with", "tahq", "generate", "tiny", sample["prompt"], "--tokens", "8").stdout
+        assert text == f"{sample['prompt']}{sample['text']}\n"
+        assert sample["text"]
+    assert 'sample after step 4: "import" → "' in run.stdout
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stage_lost_while_samples_are_written_comes_back_and_nothing_differs(tmp_path, monkeypatch, stage):
+    config = tiny(
+        run={"checkpoint_every": 3, "peer_timeout": "10s"},
+        model={"num_layers": 3, "hidden_size": 32},
+        training={"steps": 7, "samples": SAMPLES},
+        pipeline={"stages": 3},
+        wire={"activations": "tah", "gradients": "fixed:bits=6"},
+    )
+    calm = train(tmp_path / "calm", config)
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv(fault_points.FAULTS, f"kill@sampling:stage={stage}:step=3")
+    monkeypatch.setenv(fault_points.FOLDER, str(tmp_path / "faults"))
+    run = train(tmp_path / "lost", config)
+    assert len(list((tmp_path / "faults").iterdir())) == 1
+    assert f"stage {stage} " in run.stdout
+    assert "it is started again" in run.stdout
+    assert_same_run(run, calm)
+    assert written(run) == written(calm)
+    assert [step for step, _ in written(run)] == [2, 4, 6, 7]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.observer import LinkRecord, RunEnd, StageRecord, StageSplit, ValidationRecord
+from tahq.coordinator.observer import LinkRecord, RunEnd, SamplesRecord, StageRecord, StageSplit, ValidationRecord
 from tahq.coordinator.steps import stage_split
 from tahq.errors import UserError
 from tahq.observe.metrics import MetricsFile, keep_until, step_object
@@ -137,7 +137,7 @@ def test_line_waits_for_its_validation_loss_until_the_next_step(path, record, en
     assert all("validation" not in line for line in read(path)[1:])
 
 
-def test_line_has_the_losses_of_all_validation_sets_and_the_first_under_the_old_name(path, record):
+def test_line_has_the_losses_of_all_validation_sets_and_the_first_under_the_old_name(path, record, end):
     file = MetricsFile(path)
     file.step_committed(record(1, evaluating=True))
     other = ValidationRecord(1, 300, 3.5, 3.0, "chats")
@@ -147,6 +147,20 @@ def test_line_has_the_losses_of_all_validation_sets_and_the_first_under_the_old_
     assert [(name, each["tokens"], each["loss_raw"]) for name, each in line["validations"].items()] == [
         *(("books", 500, 2.0), ("chats", 300, 3.0))
     ]
+    file.ended(end)
+
+
+def test_line_waits_for_its_samples_too(path, record, end):
+    file = MetricsFile(path)
+    file.step_committed(record(1, evaluating=True, sampling=True))
+    file.validated(ValidationRecord(1, 500, 2.5, 2.0))
+    assert read(path) == []
+    file.sampled(SamplesRecord(1, (("Once", " upon"),)))
+    file.step_committed(record(2, sampling=True))
+    file.sampled(SamplesRecord(2, (("Once", " more"),)))
+    texts = [line["samples"] for line in read(path)]
+    assert texts == [[{"prompt": "Once", "text": " upon"}], [{"prompt": "Once", "text": " more"}]]
+    file.ended(end)
 
 
 @given(loss=st.floats(), norm=st.floats(), step_time_s=st.floats())

@@ -214,8 +214,10 @@ class _DryRun:
             if isinstance(self.config.hosts, str)
             else f"up to {largest} each on a host"
         )
-        best = " and the best one" if self.config.keeps_best else ""
-        yield f"  checkpoints on disk: {each}; {run.keep_checkpoints}{best} are kept while the next is written"
+        kept = f"{run.keep_checkpoints} are kept while the next is written"
+        if self.config.keeps_best:
+            kept = f"the newest {run.keep_checkpoints}, the best, and the next"
+        yield f"  checkpoints on disk: {each}; {kept}"
 
     def _too_large(self) -> Iterator[str]:
         """A warning for each memory of this machine that the stages on it exceed together."""

@@ -330,7 +330,7 @@ class Commit:
     that was `abandoned` is not applied.
     `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go, but
     that after `best_snapshot` steps. `snapshot_before`: first write the checkpoint after the step before, as the state
-    still is.
+    still is. `sample`: continue the prompts of `training.samples`, as a part of the evaluation.
     """
 
     step: int
@@ -347,17 +347,19 @@ class Commit:
     abandoned: bool = False
     best_snapshot: int = 0
     snapshot_before: bool = False
+    sample: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """worker → coordinator (last stage): for each validation set, tokens and loss sums in nats, with the codec and
-    without."""
+    without; and the text behind each prompt. Empty: not asked for."""
 
     step: int
     tokens: list[int]
     loss_sum: list[float]
     raw_loss_sum: list[float]
+    samples: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,6 +371,7 @@ RULES: Mapping[str, KeyRule] = {
     "training.eval_every": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.eval_batches": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.best_set": KeyRule(Verdict.EXACT, _NO_EFFECT),
+    "training.samples": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.early_stopping": KeyRule(Verdict.EXACT, "it changes no step, only their number"),
     "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
     "training.fp8": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_FP8),
