@@ -171,12 +171,15 @@ def left_out(options: CoordinatorOptions, run: RunState, seats: Seats, now_s: fl
     """The lost stages without which the run goes on from now, abandoning its current step; empty: it does not.
 
     That is when one of them was lost `replicas_wait_s` ago and another replica is complete; once the step is abandoned,
-    whenever another stage is lost. An evaluation is never abandoned.
+    whenever another stage is lost. An evaluation is never abandoned: the replica that makes it is waited for.
     """
     wait_s = options.replicas_wait_s
-    if wait_s is None or run.phase is not RunPhase.TRAINING or run.evaluating is not None:
+    if wait_s is None or run.phase is not RunPhase.TRAINING:
         return frozenset()
     lost = {seat.stage: seat.lost_since_s for seat in seats if seat.lost_since_s is not None}
+    evaluating = None if run.evaluating is None else seats.replica(seats[seats.evaluator])
+    if evaluating in {seats.replica(seats[stage]) for stage in lost}:
+        return frozenset()
     if run.abandoned_for:
         return frozenset() if lost.keys() <= run.abandoned_for else frozenset(lost)
     is_late = any(now_s - wait_s >= lost[stage] for stage in lost if seats.replica(seats[stage]) in seats.computing)
@@ -294,11 +297,12 @@ def common_point(run: RunState, seats: Seats) -> RestorePoint:
 
 def answer_again(options: CoordinatorOptions, run: RunState, seat: Seat, commit: Commit) -> Commit:
     """A decision as repeated to a stage: it asks only for what other stages, or reports, still need."""
-    evaluate = commit.evaluate and commit.step == open_evaluation(options, run)
+    is_open = commit.step == open_evaluation(options, run)
     done = commit.step + 1
     before, after = (owes_part(run, seat, step) for step in (commit.step, done))
     before, after = commit.snapshot_before and before, commit.snapshot and after
-    return replace(commit, evaluate=evaluate, snapshot_before=before, snapshot=after)
+    evaluate, sample = commit.evaluate and is_open, commit.sample and is_open
+    return replace(commit, evaluate=evaluate, sample=sample, snapshot_before=before, snapshot=after)
 
 
 def owes_part(run: RunState, seat: Seat, step: int) -> bool:

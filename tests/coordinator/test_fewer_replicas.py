@@ -106,6 +106,30 @@ def test_evaluations_move_to_a_replica_that_computes(scene):
     assert [each.step for each in scene.observer.of("validated")] == [4, 8, 12]
 
 
+@pytest.mark.parametrize(("stage", "is_left_out"), [(3, True), (0, False)])
+def test_only_the_replica_that_evaluates_is_waited_for_during_an_evaluation(scene, stage, is_left_out):
+    replicated(scene)
+    last = scene.stages[1]
+    last.say = {4: []}  # it evaluates for 30 s, and only then begins step 5
+    report = last.report
+    last.report = lambda commit: report(replace(commit, evaluate=commit.evaluate and commit.step > 4))
+    scene.after(4, lambda: scene.kill(stage))
+    lost_s = []
+    scene.after(4, lambda: lost_s.append(scene.clock.now_s))
+
+    def evaluated():
+        orders = [order for _, order in scene.server.sent if isinstance(order, say.Abandon)]
+        assert bool(orders) == is_left_out
+        last.send(say.Evaluated(3, [10], [30.0], [25.0]))
+        last.say = {}
+        last.begin(4)
+
+    scene.when(lambda: lost_s and scene.clock.now_s > lost_s[0] + 30, evaluated)
+    scene.when(lambda: lost_s and scene.clock.now_s > lost_s[0] + 40, lambda: scene.restart(stage, say={}))
+    assert scene.run() == 0, scene.end.message
+    assert [each.step for each in scene.observer.of("validated")] == [4, 8, 12]
+
+
 def test_next_coordinator_knows_which_replicas_compute(scene, new_scene, tmp_path):
     with Journal(tmp_path / "journal.sqlite") as journal:
         replicated(scene, journal)
