@@ -210,7 +210,7 @@ def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None, 
         what = f"{one.name}: {what}" if one.name else what
         return Data(micro_batches, num_batches * training.num_micro_batches, what, one.name)
 
-    return [data_of(place, one) for place, one in enumerate(sets)]
+    return [data_of(place, one) for place, one in enumerate(sets) if one.num_samples]
 
 
 # -- tasks -------------------------------------------------------------------------------------------

@@ -55,9 +55,9 @@ class DataConfig(Section):
     seq_len: int = Field(default=256, ge=1, le=2**24)
     """Tokens per sample. Not set: less where the model has fewer positions."""
     validation: Share | Paths | dict[SetName, Share | Paths] = 0.05
-    """Share of the data that is held out; which part depends on the data alone. Or files to validate on:
-    text, `.bin`, or those of `records`, of which a name on the Hub means its split `validation`; or several sets by
-    name, one of them a share at most: `{books: held-out.txt, own: 0.02}`."""
+    """Share of the data that is held out; which part depends on the data alone. Or files: text, `.bin`, or those of
+    `records` (on the Hub, the split `validation`). Or sets by name, one of them a share at most: `{books: held-out.txt,
+    own: 0.02}`."""
     shuffle: bool = True
     """Another order in each epoch, from `run.seed`. `false`: the order of the data."""
 

@@ -47,25 +47,25 @@ _REMOVED_OPTIMIZERS = {
 
 
 class EarlyStopping(Section):
-    """Ends a run whose validation loss does not fall any more, with exit status 0.
+    """Ends a run whose validation loss does not fall any more.
 
     Example: `training: {eval_every: 100, early_stopping: {patience: 3}}`
     """
 
     patience: int = Field(default=3, ge=1)
-    """Evaluations in a row without a lower loss after which the run ends, one step later."""
+    """Evaluations in a row without a lower loss."""
     min_delta: float = Field(default=0.0, ge=0)
-    """A loss counts as lower if it is so by more than this, in nats per token."""
+    """Lower by more than this, in nats per token."""
 
 
 class SamplesConfig(Section):
-    """Texts that the model continues every few steps, always by the likeliest token, to show what it has learned.
+    """Texts that the model continues every few steps, always by the likeliest token.
 
     Example: `training: {samples: {every: 100, prompts: ["Once upon a time", "def main("]}}`
     """
 
     every: int = Field(ge=1)
-    """Steps between samples; the last step has some, too."""
+    """Steps between samples."""
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=16)
     """Texts to continue as they stand."""
     max_tokens: int = Field(default=32, ge=1, le=512)
@@ -139,12 +139,12 @@ class TrainingConfig(Section):
     eval_batches: int = Field(default=4, ge=1)
     """Global batches per evaluation and validation set."""
     best_set: str | None = None
-    """The set of `data.validation` whose loss, without codecs, says which checkpoint is the best, and when to stop
-    early. Not set: the share of the data, else the first by name."""
+    """The set of `data.validation` whose loss, without codecs, decides what is best. Not set: the share, else the first
+    by name."""
     early_stopping: EarlyStopping | None = None
     """When to stop before the last step. Not set: never."""
     samples: SamplesConfig | None = None
-    """Texts to write with the model during training. Not set: none."""
+    """Texts to continue during training. Not set: none."""
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
     """Shorter sequences at first: `[[512, 1000], [1024, 2000]]` cuts samples into pieces of 512 tokens until step
     1000, of 1,024 until step 2000."""

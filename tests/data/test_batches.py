@@ -157,6 +157,21 @@ def test_several_validation_sets_have_their_own_samples_and_hold_out_only_the_sh
     assert fingerprint_of(dataset, sets) != fingerprint_of(dataset, sets[:2]) != dataset.fingerprint
 
 
+def test_validation_set_of_records_shares_rows_if_the_training_data_does(tmp_path, text_file):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "ab", "response": "cd"}\n' * 8)
+    sets = {"other": str(text_file), "pairs": str(pairs)}
+    for packing in (True, False):
+        config = DataConfig(records=str(pairs), seq_len=16, packing=packing, validation=sets)
+        dataset = load_dataset(config, BytesTokenizer())
+        other, packed = load_validation(config, dataset, BytesTokenizer())
+        batches = source(dataset, sets=(other, packed), global_batch=2, micro_batch=2)
+        assert other.dataset.positions(np.arange(2)) is None
+        assert batches.validation(0, 0).micro_batch_positions(0) is None
+        assert (batches.validation(0, 1).micro_batch_positions(0) is not None) == packing
+        assert packed.num_samples < 8 if packing else packed.num_samples == 8
+
+
 def test_missing_file_of_a_validation_set_is_named_by_its_key(text_file, byte_dataset):
     config = DataConfig(text=str(text_file), validation={"books": "nowhere.txt"})
     with pytest.raises(DataError, match=r"^data\.validation\.books: no such file or folder: nowhere\.txt"):

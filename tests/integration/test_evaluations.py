@@ -6,6 +6,8 @@ from safetensors.torch import load_file
 from support.runs import assert_same_run, finish, launch, overrides, tiny, train
 
 from tahq import fault_points
+from tahq.pipeline.checkpoint.manifest import read_manifest
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 pytestmark = pytest.mark.ci
 
@@ -40,8 +42,14 @@ def test_run_that_stops_early_has_its_best_weights_and_goes_on_when_resumed(tmp_
     exported = finish(tmp_path / "early", "tahq", "export", "runs/tiny", "model", "--best")
     assert exported.returncode == 0, exported.stderr
     weights = load_file(tmp_path / "early" / "model" / "model.safetensors")
-    assert all(torch.equal(weights[name], tensor) for name, tensor in four.weights.items() if name in weights)
-    assert "best checkpoint after step 4" in finish(tmp_path / "early", "tahq", "status", "tiny").stdout
+    assert all(torch.equal(weights[name], tensor) for name, tensor in four.weights.items())
+    best = run.folder / "snapshots" / "step-00000004"
+    reader, expected = SnapshotReader(best, read_manifest(best).sha256), four.snapshot()
+    assert reader.names() == expected.keys()
+    assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in expected.items())
+    status = finish(tmp_path / "early", "tahq", "status", "tiny").stdout
+    assert status.startswith("tiny: done: stopped after step 5 of 20: no validation loss was lower")
+    assert "best checkpoint after step 4" in status
     resumed = launch(tmp_path / "early", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "the run had stopped early: no validation loss was lower" in resumed.stdout
@@ -73,12 +81,23 @@ def test_samples_are_those_of_the_exported_model_and_change_no_bit(tmp_path, pip
     assert 'sample after step 4: "import" → "' in run.stdout
 
 
+@pytest.mark.parametrize(
+    "wire", [{"activations": "aqsgd", "gradients": "tah"}, {"activations": "wf:bits=4", "gradients": "eden:bits=3"}]
+)
+def test_samples_leave_what_codecs_remember_and_draw_as_it_is(tmp_path, wire):
+    training = {"steps": 4}
+    with_samples = tiny(pipeline={"stages": 2}, training={**training, "samples": SAMPLES}, wire=wire)
+    run = train(tmp_path / "with", with_samples)
+    assert_same_run(run, train(tmp_path / "without", tiny(pipeline={"stages": 2}, training=training, wire=wire)))
+    assert [len(samples) for _, samples in written(run)] == [2, 2]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stage_lost_while_samples_are_written_comes_back_and_nothing_differs(tmp_path, monkeypatch, stage):
     config = tiny(
         run={"checkpoint_every": 3, "peer_timeout": "10s"},
         model={"num_layers": 3, "hidden_size": 32},
-        training={"steps": 7, "samples": SAMPLES},
+        training={"steps": 7, "samples": SAMPLES, "eval_every": 2, "eval_batches": 1},
         pipeline={"stages": 3},
         wire={"activations": "tah", "gradients": "fixed:bits=6"},
     )

@@ -133,12 +133,17 @@ def test_no_tensor_has_the_logits_of_more_than_one_chunk():
 def test_slice_with_chunks_returns_what_its_loss_takes(family):
     labels = torch.arange(MICRO_BATCH * SEQ_LEN).view(MICRO_BATCH, SEQ_LEN) % VOCAB
     x = torch.randn(MICRO_BATCH, SEQ_LEN, make_spec(family).hidden_size)
-    losses = []
+    losses, logits = [], []
     for num_chunks in (1, 3):
         module = make_slice(make_spec(family), blocks=BlockRange(1, 3, 3))
         module.loss_chunks = num_chunks
         loss, summed = module.loss(module(x), labels, 2.0)
         loss.backward()
         losses.append((float(summed), module.lm_head.weight.grad))
+        with torch.no_grad():
+            places = torch.arange(MICRO_BATCH)
+            logits.append(module.logits(module(x), places))
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
     torch.testing.assert_close(losses[0][1], losses[1][1])
+    assert logits[0].shape == (MICRO_BATCH, VOCAB)
+    torch.testing.assert_close(logits[0], logits[1])

@@ -177,7 +177,7 @@ class RunFeed:
             "name": self._folder.resolve().name,
             "state": state,
             "is_over": self.is_over,
-            "has_trouble": state != "done" if self.is_over else bool(self._away),
+            "has_trouble": not state.startswith("done") if self.is_over else bool(self._away),
             "problem": problem,
             "step": self._step,
             "total_steps": max(total_steps, self._step),
@@ -192,7 +192,9 @@ class RunFeed:
     def _state(self) -> str:
         ended, phase = self._seen.get("ended"), self._seen.get("phase")
         if ended is not None:
-            return "done" if ended.get("exit_status") == 0 else f"ended {ended['text']}"
+            if ended.get("exit_status") != 0:
+                return f"ended {ended['text']}"
+            return str(ended["text"]).replace("all steps are done", "done").replace("with status 0:", "done:")
         if self.is_over:
             return "not running" if phase is None else "not running: it was killed; continue it with --resume"
         return "starting" if phase is None else str(phase["text"])
