@@ -1,7 +1,10 @@
 """Evaluations of real runs: validation sets, the best checkpoint, early stopping, samples."""
 
+import json
+
 import pytest
 import torch
+from integration.test_exactness import EXPERTS_MODEL
 from safetensors.torch import load_file
 from support.runs import assert_same_run, finish, launch, overrides, tiny, train
 
@@ -79,6 +82,32 @@ def test_samples_are_those_of_the_exported_model_and_change_no_bit(tmp_path, pip
         assert text == f"{sample['prompt']}{sample['text']}\n"
         assert sample["text"]
     assert 'sample after step 4: "import" → "' in run.stdout
+
+
+def test_packed_validation_sets_and_samples_do_not_depend_on_the_cut_with_frozen_layers_and_experts(tmp_path):
+    pairs = [{"prompt": f"{n} times {n} is ", "response": f"{n * n}"} for n in range(200)]
+    data = {"text": None, "records": "pairs.jsonl", "packing": True, "seq_len": 48}
+    data["validation"] = {"own": 0.1, "pairs": "held-out.jsonl", "text": "held-out.txt"}
+    training = {"steps": 2, "eval_every": 2, "eval_batches": 1, "samples": SAMPLES}
+    model = {**EXPERTS_MODEL, "frozen_layers": 2}
+
+    def trained(stages):
+        folder = tmp_path / str(stages)
+        folder.mkdir()
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        (folder / "held-out.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs[::3]))
+        (folder / "held-out.txt").write_text("a text that is not trained on, line by line\n" * 50)
+        return train(folder, tiny(pipeline={"stages": stages}, model=model, data=data, training=training))
+
+    one, three = trained(1), trained(3)
+    assert_same_run(one, three)
+    assert three.metrics[-1]["validations"] == one.metrics[-1]["validations"]
+    assert written(three) == written(one)
+    assert [step for step, _ in written(three)] == [2]
+    found = json.loads(finish(tmp_path / "3", "tahq", "eval", "tiny", "--batches", "1", "--json").stdout)["sets"]
+    for name, validation in three.metrics[-1]["validations"].items():
+        assert found[name]["tokens"] == validation["tokens"]
+        assert found[name]["loss"] == pytest.approx(validation["loss_raw"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
