@@ -26,6 +26,26 @@ try:
 except DataError as error:
     print(error)
 """
+VALIDATED = """
+import json, sys
+from tahq.config.cluster import ClusterConfig
+from tahq.data.dataset import load_dataset, load_validation
+from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import DataError
+from tahq_launch.start.local_checks import check_stage, files_needed
+from tahq_launch.start.resolution import resolve_for_run
+try:
+    data = {"records": "named/train.jsonl", "seq_len": 32, "validation": json.loads(sys.argv[1])}
+    model = {"family": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 2}
+    config = resolve_for_run(ClusterConfig.model_validate({"model": model, "data": data, "training": {"steps": 1}}))
+    tokenizer = load_tokenizer(config.data)
+    for each in load_validation(config.data, load_dataset(config.data, tokenizer), tokenizer):
+        rows = each.dataset.gather(range(each.num_samples))[0]
+        print(each.name, *(bytes(row.astype("uint8")).split(b"!")[0].decode() for row in rows))
+    print(sorted(files_needed(config)), *check_stage(config, 0, reads_data=True), config.data.validation)
+except DataError as error:
+    print(error)
+"""
 LISTED = """---
 license: mit
 configs:
@@ -52,7 +72,7 @@ def write(folder: Path, *names: str) -> None:
 def hub(tmp_path) -> Iterator[HubServer]:
     write(tmp_path / "listed", "main/train-0.jsonl", "main/train-1.jsonl", "main/questions.jsonl", "socratic/a.jsonl")
     (tmp_path / "listed" / "README.md").write_text(LISTED)
-    write(tmp_path / "named", "train.jsonl", "test.jsonl")
+    write(tmp_path / "named", "train.jsonl", "test.jsonl", "validation.jsonl")
     write(tmp_path / "plain", "chats.jsonl", "latest.jsonl", "test.jsonl")
     (tmp_path / "plain" / "notes.csv").write_text("not read")
     folders = {f"owner/{name}": tmp_path / name for name in ("listed", "named", "plain")}
@@ -62,10 +82,26 @@ def hub(tmp_path) -> Iterator[HubServer]:
 
 def found(tmp_path: Path, server: HubServer, name: str, split: str = "", subset: str = "", **changes: str) -> str:
     """What a process of its own says: huggingface_hub reads its settings when it is imported."""
+    return said(tmp_path, server, FOUND, name, split, subset, **changes)
+
+
+def said(tmp_path: Path, server: HubServer, program: str, *arguments: str, **changes: str) -> str:
     settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", FOUND, name, split, subset]
-    environment = {**os.environ, **settings, **changes}
+    command, environment = [sys.executable, "-c", program, *arguments], {**os.environ, **settings, **changes}
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.ci
+def test_validation_set_on_the_hub_is_its_split_validation_at_the_commit_of_the_start(tmp_path, hub):
+    out = said(tmp_path, hub, VALIDATED, json.dumps({"far": "owner/named", "own": 0.0, "here": "named/test.jsonl"}))
+    assert out == (
+        "far validation\nhere test\n['data.records', 'data.validation.here'] "
+        f"{{'far': 'owner/named@{COMMIT}', 'own': 0.0, 'here': 'named/test.jsonl'}}\n"
+    )
+    out = said(tmp_path, hub, VALIDATED, json.dumps({"far": "owner/none"}))
+    assert out.startswith("data.validation.far owner/none is no path here")
+    out = said(tmp_path, hub, VALIDATED, json.dumps("owner/plain@main"))
+    assert out.startswith(f"data.validation owner/plain@{COMMIT} has no file of the split validation")
 
 
 def test_records_are_those_of_the_split_at_the_commit_of_the_start_and_again_without_the_hub(tmp_path, hub):
