@@ -76,9 +76,7 @@ Restarts = Annotated[
     int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
 ]
 Step = Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")]
-Best = Annotated[
-    bool, typer.Option("--best", help="The checkpoint with the lowest validation loss. Default: the newest.")
-]
+Best = Annotated[bool, typer.Option("--best", help="Lowest validation loss. Default: the newest.")]
 
 
 def chosen_step(step: int | None, best: bool) -> "Which":

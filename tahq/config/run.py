@@ -107,7 +107,7 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
     keep_best: bool = True
-    """Whether the checkpoint with the lowest validation loss is kept, too; not with `checkpoint_every: never`."""
+    """Keep that with the lowest validation loss, too; not with `checkpoint_every: never`."""
     copies: int = Field(default=1, ge=0, le=1)
     """Copies of each stage's checkpoint on other hosts, from which a lost host is replaced: 0 or 1."""
     copies_within_host: bool = False

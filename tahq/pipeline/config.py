@@ -47,10 +47,7 @@ _REMOVED_OPTIMIZERS = {
 
 
 class EarlyStopping(Section):
-    """Ends a run whose validation loss does not fall any more.
-
-    Example: `training: {eval_every: 100, early_stopping: {patience: 3}}`
-    """
+    """Ends a run whose validation loss does not fall any more."""
 
     patience: int = Field(default=3, ge=1)
     """Evaluations in a row without a lower loss."""
@@ -59,17 +56,14 @@ class EarlyStopping(Section):
 
 
 class SamplesConfig(Section):
-    """Texts that the model continues every few steps, always by the likeliest token.
-
-    Example: `training: {samples: {every: 100, prompts: ["Once upon a time", "def main("]}}`
-    """
+    """Texts that the model continues every few steps, by the likeliest token."""
 
     every: int = Field(ge=1)
     """Steps between samples."""
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=16)
-    """Texts to continue as they stand."""
+    """As they stand."""
     max_tokens: int = Field(default=32, ge=1, le=512)
-    """New tokens; each takes a round trip through all stages."""
+    """New tokens."""
 
     def num_positions(self, seq_len: int) -> int:
         """Positions of the batch of all prompts, of `seq_len` at most; all stages know it, also without a tokenizer."""
@@ -139,12 +133,11 @@ class TrainingConfig(Section):
     eval_batches: int = Field(default=4, ge=1)
     """Global batches per evaluation and validation set."""
     best_set: str | None = None
-    """The set of `data.validation` whose loss, without codecs, decides what is best. Not set: the share, else the first
-    by name."""
+    """Set whose loss, without codecs, decides. Not set: the share, else the first by name."""
     early_stopping: EarlyStopping | None = None
-    """When to stop before the last step. Not set: never."""
+    """Not set: never."""
     samples: SamplesConfig | None = None
-    """Texts to continue during training. Not set: none."""
+    """Not set: none."""
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
     """Shorter sequences at first: `[[512, 1000], [1024, 2000]]` cuts samples into pieces of 512 tokens until step
     1000, of 1,024 until step 2000."""
