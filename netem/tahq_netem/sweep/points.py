@@ -159,6 +159,16 @@ def _compute(
     return "sleep", tuple(scale * f for f, _ in of_stages), tuple(scale * b for _, b in of_stages)
 
 
+_LATER_KEYS = (
+    ("model", "frozen_layers", 0),
+    ("data", "split", None),
+    ("data", "subset", None),
+    ("data", "packing", "auto"),
+    ("data", "truncation", "end"),
+)
+"""Section, key, and the default with which earlier results were made."""
+
+
 def _workload(config: SweepConfig) -> dict[str, Any]:
     """The settings that all points share and depend on."""
     kept = {"model", "data", "seq_len", "global_batch", "device", "threads", "congestion_control", "backend", "steps"}
@@ -166,7 +176,12 @@ def _workload(config: SweepConfig) -> dict[str, Any]:
         kept.add("faults")
     kept |= {key for key in ("tcp_slow_start_after_idle", "piece") if getattr(config, key) is not None}
     said = config.model_dump(mode="json", include=kept)
-    said["model"]["sleep"] = None  # a key that was removed, so that the ids of earlier results stay valid
+    # Keys as they were when the ids of earlier results were made, and later ones only where they are set.
+    said["model"]["sleep"] = None
+    said["data"]["jsonl"] = said["data"].pop("records")
+    for section, key, default in _LATER_KEYS:
+        if said[section][key] == default:
+            del said[section][key]
     return said
 
 
