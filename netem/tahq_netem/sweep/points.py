@@ -178,9 +178,10 @@ def _workload(config: SweepConfig) -> dict[str, Any]:
     said = config.model_dump(mode="json", include=kept)
     # Keys as they were when the ids of earlier results were made, and later ones only where they are set.
     said["model"]["sleep"] = None
-    said["data"]["jsonl"] = said["data"].pop("records")
+    if said["data"] is not None:
+        said["data"]["jsonl"] = said["data"].pop("records")
     for section, key, default in _LATER_KEYS:
-        if said[section][key] == default:
+        if said[section] is not None and said[section][key] == default:
             del said[section][key]
     return said
 
