@@ -46,7 +46,7 @@ def test_outputs_and_gradients_are_those_of_transformers_loop(family, tiny_spec)
         module.gate_up_proj.grad = module.down_proj.grad = None
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-    assert not results[0][3][-2:].any()  # nobody has chosen them
+    assert not results[0][3][-2:].any()  # no token chose them
 
 
 def test_deferred_gradients_of_experts_have_the_bits_of_those_computed_at_once(tiny_spec, tokens):
