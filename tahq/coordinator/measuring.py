@@ -1,5 +1,5 @@
 """Leads the workers of `tahq measure`: first each measures its own compute, all at once, then the paths between them,
-last its codecs if these can matter.
+last its codecs if these can matter. Of workers that share a GPU one measures for all, so that it has the GPU alone.
 
 If a host cannot dial another, the other dials; if neither can, both dial this machine, which would relay their link.
 A path that cannot be measured is noted and the next is measured; a lost worker ends the measurement, and the figures
@@ -8,6 +8,7 @@ so far are kept.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tahq.comm.control.messages import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.comm.topology import Endpoint
@@ -67,17 +68,17 @@ class Measuring:
         ctx.tell_phase(self._activity())
 
     def _measure_compute(self, sizes: Sequence[int], codecs: Sequence[str]) -> None:
-        ctx = self._ctx
-        self._computing = {seat.stage for seat in ctx.seats.held}
         self._compute_order = MeasureCompute(list(sizes), list(codecs), self._request.compute_s)
-        places = {
-            seat.stage: (self.measured.computers[seat.stage], seat.hello.device if seat.hello else "")
-            for seat in ctx.seats.held
-        }
-        for seat in ctx.seats.held:
-            place = places[seat.stage]
-            shares_gpu = place[1].startswith("cuda") and list(places.values()).count(place) > 1
-            ctx.send(seat, replace(self._compute_order, shares_gpu=shares_gpu))
+        first = {self._device_of(seat): seat for seat in reversed(self._ctx.seats.held)}
+        self._computing = {seat.stage for seat in first.values()}
+        for seat in first.values():
+            self._ctx.send(seat, self._compute_order)
+
+    def _device_of(self, seat: Seat) -> tuple[Any, ...]:
+        """What is the same for workers of which one measures for all."""
+        device = seat.hello.device if seat.hello else ""
+        is_shared = device.startswith("cuda") and not self._request.each
+        return (self.measured.computers[seat.stage], device) if is_shared else (seat.stage,)
 
     @property
     def is_finished(self) -> bool:
@@ -108,6 +109,10 @@ class Measuring:
         if not is_asked or set(figures.codecs) - set(order.codecs):
             raise RemoteProtocolError(f"{seat.name} sent other times than it was asked for")
         self.measured.take_compute(figures, seat.hello.device if seat.hello else "", seat.name)
+        for other in self._ctx.seats.held:
+            if other is not seat and self._device_of(other) == self._device_of(seat):
+                same = replace(figures, stage=other.stage, notes=[])
+                self.measured.take_compute(same, other.hello.device if other.hello else "", seat.name)
         self._computing.discard(seat.stage)
         if not self._computing and not self._is_planned:
             self._plan()

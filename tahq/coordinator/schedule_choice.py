@@ -164,13 +164,24 @@ class ScheduleChanges:
         return f"{choice} ({why})"
 
 
+def share_gpu(hellos: Sequence[tuple[str, Hello | None]]) -> bool:
+    """Whether stages share a GPU, so that their times tell how they waited for it, and no search can use them."""
+    places = [place for place in _places(hellos) if place[1].startswith("cuda")]
+    return len(set(places)) < len(places)
+
+
+def _places(hellos: Sequence[tuple[str, Hello | None]]) -> list[tuple[str, str]]:
+    """Host and device by stage."""
+    return [(host, hello.device if hello is not None else "") for host, hello in hellos]
+
+
 def memory_by_stage(hellos: Sequence[tuple[str, Hello | None]]) -> list[int]:
     """Bytes that each stage may use, from (host, HELLO) by stage; 0: unknown.
 
     Stages on one device have equal shares of it. Each worker counts what it uses itself and what is free, so the least
     is taken.
     """
-    places = [(host, hello.device if hello is not None else "") for host, hello in hellos]
+    places = _places(hellos)
     least = dict[tuple[str, str], int]()
     for place, (_, hello) in zip(places, hellos, strict=True):
         nbytes = hello.memory_nbytes if hello is not None else 0

@@ -34,7 +34,7 @@ from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SamplesRecord, SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
-from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage
+from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage, share_gpu
 from tahq.coordinator.steps import TraceCollector, check_prepare, decide, is_repeated, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
@@ -143,9 +143,11 @@ class Training:
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
         self._best = BestLoss.restored(point.saved_codecs)
         run.best_snapshot = folders.best_step(options.run_folder / "snapshots")
-        self._memory = memory_by_stage([(seat.host, seat.hello) for seat in self._seats])
+        hellos = [(seat.host, seat.hello) for seat in self._seats]
+        self._memory = memory_by_stage(hellos)
+        choose = None if share_gpu(hellos) else options.choose_schedule
         self._schedule = ScheduleChanges(
-            *(options.choose_schedule, options.schedule, point.saved_codecs, self._executor, self._memory),
+            *(choose, options.schedule, point.saved_codecs, self._executor, self._memory),
             are_depths_set=options.are_depths_set,
         )
         self._traces = TraceCollector([seat.name for seat in self._seats])

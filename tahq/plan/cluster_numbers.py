@@ -76,6 +76,8 @@ class HostNumbers(Section):
     """Rate of its uplink; None: unlimited."""
     down: Rate | None = None
     site: str | None = None
+    device: str | None = None
+    """A GPU that all hosts with this value share, each timed while it had the GPU alone; None: its own."""
     compute: list[LayerTimes] = Field(min_length=1)
     codecs: dict[str, CodecTimes] = Field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from tahq.plan.search.codecs import with_best_codecs
 from tahq.plan.search.search import Simulations
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
-from tahq.plan.simulate.bound import Resource, step_bounds
+from tahq.plan.simulate.bound import Resource, shared_devices, step_bounds
 from tahq.quant import CodecSpec
 
 _BUSY = 0.8
@@ -67,6 +67,8 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
     for cut in range(plan.num_stages - 1):
         seconds["activations", cut] = chunks * float(out.path[cut])
         seconds["gradients", cut] = chunks * float(back.path[cut])
+    for on_one in shared_devices([table.devices[host] for host in plan.hosts]):
+        seconds["gpu", on_one[0]] = sum(seconds["compute", stage] for stage in on_one)
     if relay_s := float(stages.relay_s(layers)):
         seconds["relay", 0] = chunks * relay_s
     ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)

@@ -189,4 +189,5 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
         first=plan.first if is_ordered else None,
         queue_s=math.inf if piece_nbytes is None else SHORTEST_QUEUE_S,
         relay=relay if chunks.relayed.any() else None,
+        devices=[table.devices[host] for host in plan.hosts],
     )

@@ -9,11 +9,11 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 
 import dataclasses
 import statistics
-import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
@@ -47,9 +47,6 @@ FEWEST = 3
 """… but at least this often, and …"""
 MOST = 50
 """… at most this often, after one repetition that is not counted."""
-SLOT_S = 0.2
-"""Workers that share a GPU repeat a measurement until the end of a slot of the machine's clock, for one to two slots:
-those that begin in the same one load the GPU together, and go on together."""
 NO_FASTER = 0.95
 """A larger micro-batch whose samples take more than this share of the time is about as slow."""
 MOST_SLOWER = 1.3
@@ -147,14 +144,11 @@ class MeasuringMember:
             self._stage % self._config.pipeline.stages,
             self._device,
             working,
-            shares_gpu=order.shares_gpu,
         )
         began_s = time.monotonic()
         for size in sizes:
             taken_s = time.monotonic() - began_s - measurement.compiled_s
-            # workers that share a GPU measure the same sizes, since means of theirs count
-            is_enough = taken_s > order.limit_s or (_is_no_faster(rows) and not order.shares_gpu)
-            if order.limit_s and is_enough and len(rows) > 1:
+            if order.limit_s and len(rows) > 1 and (taken_s > order.limit_s or _is_no_faster(rows)):
                 break
             begun += 1
             try:
@@ -178,7 +172,7 @@ class MeasuringMember:
         return ComputeMeasured(
             *(self._stage, free, [row.model_dump() for row in rows], codecs, notes),
             host_memory_bytes=free_bytes(torch.device("cpu")) if is_gpu else 0,
-            host_link=copy_bits_per_s(self._device, shares=order.shares_gpu) if is_gpu and sizes else 0.0,
+            host_link=copy_bits_per_s(self._device) if is_gpu and sizes else 0.0,
         )
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
@@ -260,19 +254,27 @@ def _slowed_down(rows: Sequence[LayerTimes]) -> int | None:
 
 # -- timing a device ---------------------------------------------------------------------------------
 
+Mark = float | torch.cuda.Event
+"""Seconds, or a place in a GPU's queue."""
+_Lap = TypeVar("_Lap")
+
+
+def _between_s(start: Mark, end: Mark) -> float:
+    if isinstance(start, float):
+        return cast(float, end) - start
+    return float(start.elapsed_time(cast(torch.cuda.Event, end))) / 1000
+
 
 class DeviceTimer:
-    """Times work on a device, which is waited for before and after; `clock` gives monotonic seconds.
+    """Times work on a device; `clock` gives monotonic seconds.
 
-    `shares`: other processes time the same work on this device now.
+    `medians_s` is for laps that wait for the device before and after each part. Laps for `medians_between_s` set marks
+    in its queue instead, so that it goes from one to the next as in a step, and is not idle while work is submitted.
     """
 
-    def __init__(
-        self, device: torch.device, clock: Callable[[], float] = time.monotonic, *, shares: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
         self._device = device
         self._clock = clock
-        self._shares = shares
         self.compiled_s = 0.0
         """Seconds that first repetitions took more than others, to compile kernels."""
 
@@ -282,19 +284,43 @@ class DeviceTimer:
             torch.cuda.synchronize(self._device)
         return self._clock()
 
+    def mark(self) -> Mark:
+        """The time when the device has finished what is in its queue so far."""
+        if self._device.type != "cuda":
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
     def medians_s(self, laps: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Medians over repetitions of `laps`, which does the work and returns the seconds of each of its parts."""
-        first_s = self._clock()
-        laps()
-        rows: list[tuple[float, ...]] = []
-        begun_s = self._clock()
-        until_s, most = begun_s + BUDGET_S, MOST
-        if self._shares:
-            until_s, most = SLOT_S * (begun_s // SLOT_S + 2), sys.maxsize
-        while len(rows) < FEWEST or (len(rows) < most and self._clock() < until_s):
-            rows.append(laps())
-        self.compiled_s += max(0.0, begun_s - first_s - (self._clock() - begun_s) / len(rows))
+        rows = self._repeated(laps)
         return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+    def medians_between_s(self, laps: Callable[[], tuple[Mark, ...]]) -> tuple[float, ...]:
+        """Medians of the seconds between the marks of a lap; at most two laps are queued."""
+        last: deque[Mark] = deque(maxlen=2)
+
+        def lap() -> tuple[Mark, ...]:
+            if len(last) == last.maxlen and not isinstance(last[0], float):
+                last[0].synchronize()
+            marks = laps()
+            last.append(marks[-1])
+            return marks
+
+        rows = [[_between_s(*pair) for pair in pairwise(marks)] for marks in self._repeated(lap)]
+        return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+    def _repeated(self, laps: Callable[[], _Lap]) -> list[_Lap]:
+        """What `laps` returns, again and again, without the first time, which may compile kernels."""
+        first_s = self.now_s()
+        laps()
+        rows: list[_Lap] = []
+        begun_s = self.now_s()
+        while len(rows) < FEWEST or (len(rows) < MOST and self._clock() < begun_s + BUDGET_S):
+            rows.append(laps())
+        self.compiled_s += max(0.0, begun_s - first_s - (self.now_s() - begun_s) / len(rows))
+        return rows
 
 
 class ComputeMeasurement:
@@ -309,14 +335,12 @@ class ComputeMeasurement:
         stage: int,
         device: torch.device,
         working: Callable[[str], None],
-        *,
-        shares_gpu: bool = False,
     ) -> None:
         self._config = config
         self._stage = stage % config.pipeline.stages
         self._device = device
         self._working = working
-        self._timer = DeviceTimer(device, shares=shares_gpu)
+        self._timer = DeviceTimer(device)
         # every block as if it were trained; `tahq.plan` knows which are not
         self._spec = dataclasses.replace(resolved_spec(config, None), folder=None, first_trainable=0)
         self._bf16 = computes_in_bf16(config, device.type)
@@ -384,7 +408,7 @@ class ComputeMeasurement:
 
     def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
         """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""
-        now_s = self._timer.now_s
+        mark = self._timer.mark
         size = (micro_batch, self._config.data.seq_len)
         generator = torch.Generator("cpu").manual_seed(0)
         if model.parts.embedding:
@@ -400,36 +424,36 @@ class ComputeMeasurement:
                     return model.loss(y, labels)[0], None
             return y, torch.ones_like(y)
 
-        def lap() -> tuple[float, ...]:
-            start_s = now_s()
+        def lap() -> tuple[Mark, ...]:
+            start = mark()
             y, gradient = forward()
-            forward_s = now_s()
+            between = mark()
             if y.requires_grad:  # not an embedding beside adapters
                 y.backward(gradient)  # type: ignore[no-untyped-call]
-            return forward_s - start_s, now_s() - forward_s
+            return start, between, mark()
 
-        def input_lap() -> tuple[float]:
+        def input_lap() -> tuple[Mark, ...]:
             # autograd omits gradients that are not requested, but not within our own autograd functions
             has_own = self._config.memory.activations == "coat" or self._config.training.precision == "fp8"
             model.deferred = deferred = DeferredGradients() if has_own or model.graphs is not None else None
             y, gradient = forward()
             model.deferred = None
-            start_s = now_s()
+            start = mark()
             torch.autograd.grad(y, x, gradient)
-            took_s = now_s() - start_s
+            end = mark()
             if deferred is not None and model.graphs is not None:
                 deferred.run()  # a graph's memory is then free for the next pass
-            return (took_s,)
+            return start, end
 
         with sharing_copies_of([model]):
-            times_s = self._timer.medians_s(lap)
-            return (*times_s, *(self._timer.medians_s(input_lap) if model.parts.blocks else (0.0,)))
+            times_s = self._timer.medians_between_s(lap)
+            return (*times_s, *(self._timer.medians_between_s(input_lap) if model.parts.blocks else (0.0,)))
 
 
-def copy_bits_per_s(gpu: torch.device, *, shares: bool) -> float:
-    """Bits per second of copies between pinned memory and a GPU, each way while both are busy; `shares` as above."""
+def copy_bits_per_s(gpu: torch.device) -> float:
+    """Bits per second of copies between pinned memory and a GPU, each way while both are busy."""
     ends = [(torch.empty(_COPIED, device=gpu), torch.empty(_COPIED, pin_memory=True)) for _ in range(2)]
-    streams, timer = [torch.cuda.Stream(gpu) for _ in ends], DeviceTimer(gpu, shares=shares)  # type: ignore[no-untyped-call]
+    streams, timer = [torch.cuda.Stream(gpu) for _ in ends], DeviceTimer(gpu)  # type: ignore[no-untyped-call]
 
     def lap() -> tuple[float]:
         start_s = timer.now_s()

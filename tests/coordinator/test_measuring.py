@@ -25,7 +25,7 @@ from tahq.plan.measure.measurement import RELAY, Imitated, Measured, MeasureRequ
 
 CODEC = "raw:dtype=fp32"
 REQUEST = MeasureRequest(micro_batches=(1, 2), codecs=(CODEC,))
-TIMES = {"micro_batch": 1, "block_forward": 0.01, "block_backward": 0.02}
+TIMES = {"micro_batch": 1, "block_forward": 0.01, "block_backward": 0.02, "block_input_gradient": 0.01}
 
 
 @dataclass
@@ -96,29 +96,23 @@ def begin(scene):
 
 
 @pytest.mark.parametrize(
-    ("devices", "shared"),
+    ("devices", "each", "asked", "known"),
     [
-        (("cuda:0", "cuda:0", "cuda:1"), [True, True, False]),
-        (("cpu", "cpu", "cuda:0"), [False, False, False]),
+        (("cuda:0", "cuda:0", "cuda:1"), False, [0, 2], ["a cuda:0", "a cuda:0", None]),
+        (("cuda:0", "cuda:0", "cuda:1"), True, [0, 1, 2], ["a cuda:0", "a cuda:0", None]),
+        (("cpu", "cpu", "cuda:0"), False, [0, 1, 2], [None, None, None]),
     ],
 )
-def test_workers_that_share_a_gpu_load_it_together(scene, begin, devices, shared):
-    begin(computers="aaa", **{f"stage{stage}": {"hello": {"device": device}} for stage, device in enumerate(devices)})
+def test_of_workers_that_share_a_gpu_one_measures_for_all(scene, begin, devices, each, asked, known):
+    hellos = {f"stage{stage}": {"hello": {"device": device}} for stage, device in enumerate(devices)}
+    measured = begin(replace(REQUEST, each=each), computers="aaa", **hellos)
     assert scene.run() == 0
-    assert [worker.orders[0].shares_gpu for worker in scene.measurers] == shared
-
-
-def test_times_of_workers_that_share_a_gpu_are_means_of_the_sizes_that_all_measured(scene, begin):
-    """One of them computed while the others did something else."""
-    alone, beside = ({**TIMES, "block_forward": seconds, "block_input_gradient": 0.001} for seconds in (0.002, 0.006))
-    rows = [[alone], [beside, {**beside, "micro_batch": 2 * TIMES["micro_batch"]}], [alone]]
-    devices = "cuda:0", "cuda:0", "cuda:1"
-    says = [ComputeMeasured(stage, 10**9, times, {}) for stage, times in enumerate(rows)]
-    changes = [{"hello": {"device": device}, "say": say} for device, say in zip(devices, says, strict=True)]
-    measured = begin(computers="aaa", **{f"stage{stage}": change for stage, change in enumerate(changes)})
-    scene.run()
-    found = [host.compute for host in measured.numbers(Imitated(), "").hosts]
-    assert [[times.block_forward for times in host] for host in found] == [[0.004], [0.004], [0.002]]
+    orders = [[type(order) for order in worker.orders] for worker in scene.measurers]
+    assert [stage for stage, own in enumerate(orders) if MeasureCompute in own] == asked
+    hosts = measured.numbers(Imitated(), "").hosts
+    assert [host.device for host in hosts] == known
+    assert [host.compute for host in hosts] == [hosts[0].compute] * 3
+    assert [host.memory for host in hosts] == [10**9 // devices.count(device) for device in devices]
 
 
 def paths_of(scene, stage):

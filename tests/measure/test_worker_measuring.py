@@ -115,21 +115,6 @@ def test_medians_are_of_each_lap_but_the_first():
     assert timer.compiled_s == 9.0 - 3.0 / 3
 
 
-def test_workers_that_share_a_gpu_end_together():
-    now_s, ends_s = [0.0], []
-
-    def lap():
-        now_s[0] += 0.001
-        return (1.0,)
-
-    for begin_s in (10.01, 10.05, 10.19):
-        now_s[0] = begin_s
-        DeviceTimer(CPU, lambda: now_s[0], shares=True).medians_s(lap)
-        ends_s.append(now_s[0])
-    assert max(ends_s) - min(ends_s) < 0.002
-    assert ends_s[0] == pytest.approx(10.4, abs=0.002)
-
-
 # -- implausible figures -------------------------------------------------------------------------
 
 

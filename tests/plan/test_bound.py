@@ -1,6 +1,7 @@
 """The bound by hand, and that no simulated step is under it."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,13 @@ def test_a_stage_without_a_backward_neither_waits_for_gradients_nor_is_bound_by_
     assert simulate(generate("1f1b", 2, 4, depths=[1, 1], num_frozen=1), costs).step_time_s == 26
 
 
+def test_a_gpu_does_the_work_of_all_stages_on_it():
+    costs = replace(costs_of([1, 3, 2], [2, 5, 4], [CutCosts()] * 2, [HostCosts()] * 3), devices=(7, 4, 4))
+    bounds = step_bounds(step_seconds(costs, 4, split=False))
+    # the first activation is there at 1, and four micro-batches take 3 + 5 and 2 + 4 each
+    assert {stage: seconds for (kind, stage), seconds in bounds.items() if kind == "gpu"} == {1: 1 + 4 * 14}
+
+
 def test_codec_lanes_by_hand():
     cut = CutCosts(0, 0, 3.0, 4.0, 5.0, 6.0, latency_s=0.0)
     bounds = step_bounds(step_seconds(costs_of([1, 1], [2, 2], [cut], [HostCosts()] * 2), 4, split=False))
@@ -93,7 +101,9 @@ def steps(draw):
     hosts = [draw(st.builds(HostCosts, RATES, RATES)) for _ in range(num_stages)]
     times = [[draw(TIMES) for _ in range(num_stages)] for _ in range(2)]
     depths = sorted((draw(st.integers(1, num_micro_batches)) for _ in range(num_stages)), reverse=True)
-    return costs_of(*times, cuts, hosts), num_micro_batches, depths, draw(st.integers(0, num_stages - 1))
+    devices = draw(st.just(()) | st.lists(st.integers(0, 2), min_size=num_stages, max_size=num_stages))
+    costs = replace(costs_of(*times, cuts, hosts), devices=devices)
+    return costs, num_micro_batches, depths, draw(st.integers(0, num_stages - 1))
 
 
 @given(steps(), st.booleans())

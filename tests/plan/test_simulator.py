@@ -232,6 +232,14 @@ def test_codec_beside_compute_overlaps_it():
     assert (times(timeline, "0B0"), times(timeline, "0B1")) == ((20, 21), (25, 26))
 
 
+def test_stages_that_share_a_gpu_compute_together_at_its_speed():
+    costs = uniform_costs(2, 2, forward_s=2, backward_s=4)
+    timeline = simulate(generate("1f1b", 2, 2), replace(costs, devices=(0, 0)))
+    # forward 1 of stage 0 and forward 0 of stage 1 take turns from 2 on, then backward 0 of stage 1 is alone
+    assert [times(timeline, name) for name in ("0F1", "1F0", "1B0")] == [(2, 6), (2, 6), (6, 10)]
+    assert timeline.step_time_s == 2 * 2 * (2 + 4)
+
+
 def test_interleaved_chunks_send_round_the_ring():
     schedule = schedules.schedule("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0")
     costs = uniform_costs(4, 2, forward_s=1, backward_s=1, cut=CutCosts(1, 1), host=ONE_BYTE_A_SECOND)
@@ -264,7 +272,8 @@ def steps(draw):
     compute_s = {(chunk, kind): draw(DURATIONS) for chunk in range(num_stages) for kind in ActionKind}
     pieces = draw(st.sampled_from([None, 3]))
     first = draw(st.sampled_from(get_args(First)))
-    return schedule, Costs(compute_s, cuts, hosts, draw(DURATIONS), pieces, first)
+    devices = draw(st.just(()) | st.lists(st.integers(0, 2), min_size=num_stages, max_size=num_stages))
+    return schedule, Costs(compute_s, cuts, hosts, draw(DURATIONS), pieces, first, devices=devices)
 
 
 @given(steps())

@@ -213,6 +213,7 @@ def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProbl
 
 _RESOURCES = {
     "compute": "compute of",
+    "gpu": "the GPU of",
     "uplink": "the uplink of",
     "downlink": "the downlink of",
     "encoder": "encoding on",

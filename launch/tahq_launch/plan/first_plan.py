@@ -54,6 +54,7 @@ from tahq_launch.plan.measure import measured, write_numbers
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers, stage_device
 from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
+from tahq_launch.plan.step_traffic import link_speeds
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
 from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines, stages_by_hand
@@ -89,8 +90,11 @@ _CHANGES: tuple[Mapping[str, Any], ...] = (
 )
 """Changes of the arithmetic that save memory, those that change least first; offered where no exact option fits."""
 _MEMORIES = ("memory", "host_memory")
-_OF_MACHINE = ("compute", "memory", "host_memory", "host_link", "codecs")
+_OF_MACHINE = ("compute", "device", "memory", "host_memory", "host_link", "codecs")
 """Figures of a host that are not those of its links."""
+_LOOPBACK_BITS_PER_S = 4e9
+"""Between stages of one machine whose links are not shaped: the copies to the host and back count, too. Frames of 6.6
+and 52 MB between stages on one H200 were carried at 3.3 Gbit/s."""
 _LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
 """Timed besides those of fewest bits, for all others of the ladders."""
 
@@ -281,6 +285,7 @@ def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool =
         "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "sizes": list(sizes),
+        "gpu": "alone",
         "paths": has_paths,
         **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
         "sleep": config.emulate.model_dump(mode="json", include={"sleep"}),
@@ -365,10 +370,11 @@ def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
     if has_paths:
         return cluster
     configured, _ = estimated_numbers(config, spec)
+    links = {} if link_speeds(config).is_shaped else dict.fromkeys(("up", "down"), _LOOPBACK_BITS_PER_S)
     # stages of one machine are equal, whatever their measurements met
     alike = {} if config.emulate.sleep else {"compute": _of_one_machine([host.compute for host in cluster.hosts])}
     merged = [
-        host.model_copy(update={key: getattr(own, key) for key in _OF_MACHINE} | alike)
+        host.model_copy(update={key: getattr(own, key) for key in _OF_MACHINE} | alike | links)
         for host, own in zip(configured.hosts, cluster.hosts, strict=True)
     ]
     return configured.model_copy(update={"hosts": merged})
@@ -403,13 +409,19 @@ class _Open:
         """Whether codecs other than `raw` were not timed, and a plan would use one if it took no time."""
         if not all(map(_is_raw, (codec for host in self.cluster.hosts for codec in host.codecs))):
             return False
-        if not any(len(codecs) > 1 for codecs in _codecs(self.given).values()):
+        if not any(len(codecs) > 1 for codecs in self.codecs().values()):
             return not all(map(_is_raw, self.config.wire.specs().values()))
         try:
             best = self.planned()[1].best.plan
         except NothingFitsError:
             return True
         return not all(map(_is_raw, (*best.activations, *best.gradients)))
+
+    def codecs(self) -> dict[str, tuple[str, ...]]:
+        """The codecs to choose from; links within a machine that are not shaped lose nothing."""
+        is_measured = any(path.rate for path in self.cluster.paths)
+        is_loopback = not is_measured and not link_speeds(self.config).is_shaped
+        return {direction: names[:1] if is_loopback else names for direction, names in _codecs(self.given).items()}
 
     def problem(self, gradients: Gradients) -> PlanProblem:
         """What the planner is asked, with gradients kept so."""
@@ -421,7 +433,7 @@ class _Open:
         problem = problem_of(config, self.spec, self.cluster, choices, given.optimizer_shares)
         sizes = _measured_sizes(self.cluster.hosts) & set(open_micro_batches(given))
         sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
-        codecs = _codecs(given)
+        codecs = self.codecs()
         by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
         is_listed = any(isinstance(each, list | tuple) for each in (*by_stage, *given.memory.offload))
         may_leave_out = self.may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
@@ -522,8 +534,10 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planne
 
 
 def _compute_s(planned: Planned) -> tuple[float, ...]:
-    """Seconds that each stage computes in a step."""
+    """Seconds that each stage computes in a step; none if stages share a GPU, where they wait for each other."""
     best = planned.best.plan
+    if any(host.device for host in planned.table.problem.cluster.hosts):
+        return ()
     times = StageCosts.of(planned.table, best).times_of(best)
     return tuple(float(each) for each in best.num_micro_batches * (times.forward + times.backward))
 
@@ -553,14 +567,15 @@ def _lines(
     if given.memory.gradients != final.memory.gradients == "fp8":
         yield "  gradients in 8 bits: in fp32 no plan fits (memory.gradients)"
     yield from memory_lines(final, given)
-    if problem.has_choice_of_codecs and chosen.activations:
+    is_open = any(len(names) > 1 for names in _codecs(given).values())
+    if is_open and chosen.activations:
         codecs = " and ".join(CodecSpec.parse(spec).brief() for spec in final.wire.specs().values())
         yield f"  codecs {codecs}: the most bits that do not slow it down (wire.activations, wire.gradients)"
         if gap := expected_gap(final.wire.activations, final.wire.gradients):
             yield f"  {gap}"
     else:
         yield from expected_gap_lines(final)
-    for note in (*interpolated_times(planned), *(() if problem.has_choice_of_codecs else notes)):
+    for note in (*interpolated_times(planned), *(() if is_open else notes)):
         yield f"  {note}"
 
 

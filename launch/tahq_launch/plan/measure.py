@@ -111,6 +111,7 @@ def measured(
         if (needs := request.needs_codecs) is not None:
             needs_codecs = lambda: needs(measured.numbers(made[0][1], ""))  # noqa: E731
         machines = labels if in_namespaces else computers
+        wanted = replace(wanted, each=config.emulate.sleep is not None)
         measuring = Measuring(wanted, measured, machines, open_relay, needs_codecs)
         addresses.append(server.address)
         options = replace(prepared.options, is_measuring=True, hosts=measured.names, join_again=join_again)

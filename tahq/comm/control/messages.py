@@ -524,16 +524,15 @@ class ServeFiles:
 
 @dataclass(frozen=True, slots=True)
 class MeasureCompute:
-    """coordinator → worker: time your parts of the model, and these codecs, all workers at once.
+    """coordinator → worker: time your parts of the model, and these codecs, while others do; on a shared GPU only one.
 
     After `limit_s` seconds (0: no limit), or where more samples take as long each, no larger micro-batch is begun; if
-    none is listed, only free memory is read. `shares_gpu`: all must load it at once for their times to be a run's.
+    none is listed, only free memory is read.
     """
 
     micro_batches: list[int]
     codecs: list[str]
     limit_s: float = 0.0
-    shares_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -47,6 +46,7 @@ class MeasureRequest:
         connections: numbers of connections to try on each path, besides one.
         paths: whether paths are measured.
         compute_s: seconds after which no worker begins with a larger micro-batch; 0: no limit.
+        each: whether workers that share a GPU all time their compute, as sleeping stages do, and not one for all.
         known: figures of which only free memory is measured again, and codecs are added.
         needs_codecs: called with all other figures, says whether to time codecs, whose kernels take long to compile.
             None: they are timed first.
@@ -60,6 +60,7 @@ class MeasureRequest:
     connections: tuple[int, ...] = ()
     paths: bool = True
     compute_s: float = 0.0
+    each: bool = False
     known: ClusterNumbers | None = None
     needs_codecs: Callable[[ClusterNumbers], bool] | None = None
 
@@ -300,28 +301,18 @@ class Measured:
         return found
 
     def _host(self, stage: int, imitated: Imitated) -> HostNumbers:
-        figures, _ = self._computes[stage]
+        (figures, times), device = self._computes[stage], self._devices[stage]
         up, down = (self._access_rate(stage, end) for end in (0, 1))
+        computes = device[1].startswith("cuda") and all(row.block_input_gradient is not None for row in times)
+        num_sharing = list(self._devices.values()).count(device) if computes else 1
         return HostNumbers(
             name=self.names[stage],
-            host_link=_rounded(figures.host_link) or None,
+            device=" ".join(device) if num_sharing > 1 else None,
+            host_link=_rounded(figures.host_link / num_sharing) or None,
             up=_slower(up, imitated.rate_bits_per_s),
             down=_slower(down, imitated.rate_bits_per_s),
-            compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in self._times(stage)],
+            compute=[row.model_copy(update=_rounded_floats(row.model_dump())) for row in times],
         )
-
-    def _times(self, stage: int) -> list[LayerTimes]:
-        """A worker's times by size; on a shared GPU the means of its workers', which took turns in unequal shares.
-
-        Sleeping stages, which measure no input gradient, keep their own.
-        """
-        own, device = self._computes[stage][1], self._devices[stage]
-        if not device[1].startswith("cuda") or any(row.block_input_gradient is None for row in own):
-            return own
-        sharing = [times for other, (_, times) in self._computes.items() if self._devices[other] == device]
-        by_size = [[row for times in sharing for row in times if row.micro_batch == each.micro_batch] for each in own]
-        whole = [rows for rows in by_size if len(rows) == len(sharing)]
-        return [LayerTimes.model_validate(_means([row.model_dump() for row in rows])) for rows in whole] or own
 
     def _access_rate(self, stage: int, end: int) -> float | None:
         """The rate of an access link (end 0: up, 1: down), which carries at least as much as any path over it."""
@@ -386,12 +377,6 @@ def _slower(rate: float | None, limit: float | None) -> float | None:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _means(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of equal numbers the number, else the mean."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {name: each[0] if len(set(each)) == 1 else fmean(each) for name, each in columns.items()}
 
 
 def _rounded_floats(values: Mapping[str, object]) -> dict[str, float]:

@@ -211,6 +211,7 @@ class StageCosts:
             depths=depths,
             relay_s=self.relay_s(layers),
             carries=self.carries(layers) if self.first_trainable else None,
+            devices=[self.table.devices[host] for host in self.hosts],
         )
 
     def likely_s(self, layers: Array, depths: Array, *, split: bool) -> Array:

@@ -46,6 +46,9 @@ class ClusterTable:
         self.down = np.array([math.inf if host.down is None else host.down for host in hosts])
         self.memory = np.array([math.inf if host.memory is None else float(host.memory) for host in hosts])
         self.host_memory = np.array([math.inf if each.host_memory is None else each.host_memory for each in hosts])
+        names = [host.device or f"of host {index}" for index, host in enumerate(hosts)]
+        self.devices = tuple(names.index(name) for name in names)
+        """A number for each host, the same for those that share a GPU."""
         self.host_link = np.array([0.0 if each.host_link is None else each.host_link for each in hosts])
         """0: not measured."""
         self.path_rate, self.latency_s, self.relayed = _pairs(problem.cluster)

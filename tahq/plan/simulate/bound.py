@@ -10,6 +10,7 @@ gradient alone, where the backward is split), and X_r, Y_r those of a whole hop 
     trip_s = Σ_{r>s} (f_r + i_r) + Σ_{r≥s} (X_r + Y_r)
 
     compute of s:   T ≥ before_s + m·(f_s + i_s) + after_s     and     T ≥ before_s + m·(f_s + b_s)
+    GPU of stages G:  T ≥ min before_s + m·Σ (f_s + b_s), s in G
     uplink, downlink, path, encoder, decoder: the same with the seconds of their frames in place of f_s + i_s
     relay:          T ≥ m · the seconds of all relayed frames on the slower of the relaying host's two lines
     depth d of s:   T ≥ before_s + ⌈m / d⌉·(f_s + trip_s + b_s) − (b_s − i_s) + after_s
@@ -25,6 +26,7 @@ of shape [..., P] by stage and [..., P − 1] by cut, so that thousands of divis
 seconds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -39,7 +41,8 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 Resource = tuple[str, int]
-"""A limit: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut; relay 0."""
+"""A limit: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut; relay 0;
+gpu, of the first stage on it where several share it."""
 
 _Use = tuple[Array, Array, Array]
 """One direction's use of a line or lane, by cut: when the first frame reaches it, a frame's time, the time after it."""
@@ -71,7 +74,7 @@ class StepSeconds:
     """A step's seconds, for one micro-batch, by stage and by cut.
 
     `input_gradient` is `backward` where backwards are whole; `depths` None: unlimited. `carries`: whether gradients
-    cross a cut, by cut; None: all.
+    cross a cut, by cut; None: all. `devices`: as of `Costs`.
     """
 
     forward: Array
@@ -84,6 +87,7 @@ class StepSeconds:
     depths: Array | None = None
     relay_s: Array | float = 0.0
     carries: Flags | None = None
+    devices: Sequence[int] = ()
 
 
 def step_seconds(
@@ -134,6 +138,7 @@ def step_seconds(
         depths=depths,
         relay_s=relay_s,
         carries=carries,
+        devices=costs.devices,
     )
 
 
@@ -171,6 +176,9 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
         turn = costs.forward + trip + costs.backward
         by_stage["depth"] = before + np.ceil(count / costs.depths) * turn + tail
     bounds = {(kind, stage): each[..., stage] for stage in range(compute.shape[-1]) for kind, each in by_stage.items()}
+    for stages in shared_devices(costs.devices):
+        work = (costs.forward + costs.backward)[..., stages].sum(axis=-1)
+        bounds["gpu", stages[0]] = before[..., stages[0]] + count * work
     if compute.shape[-1] == 1:
         return bounds
     if np.any(costs.relay_s):
@@ -178,6 +186,12 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
     end = (costs.input_gradient + after)[..., :-1]
     end[..., 0] += weights[..., 0]
     return bounds | _wire_bounds(costs, (before + costs.forward)[..., :-1], trip[..., :-1], end)
+
+
+def shared_devices(devices: Sequence[int]) -> list[list[int]]:
+    """The stages of each device that several share, ascending."""
+    stages = [[stage for stage, each in enumerate(devices) if each == device] for device in dict.fromkeys(devices)]
+    return [each for each in stages if len(each) > 1]
 
 
 def _wire_bounds(costs: StepSeconds, ready: Array, trip: Array, end: Array) -> dict[Resource, Array]:

@@ -59,6 +59,7 @@ class Costs:
         queue_s: length of the queue before each downlink and path, as time at its rate; more waits in the sender.
         relay: the stage whose host relays cuts, or a host without a stage.
         acknowledged: bytes on the receiver's uplink for each that it gets; they go before the next piece there.
+        devices: a number for each stage, the same for those that share a GPU; none: each has its own.
     """
 
     compute_s: ComputeSeconds
@@ -70,6 +71,7 @@ class Costs:
     queue_s: float = math.inf
     acknowledged: float = 0.0
     relay: int | HostCosts | None = None
+    devices: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

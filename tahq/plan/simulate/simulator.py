@@ -1,7 +1,8 @@
 """Discrete-event simulation of one step: a schedule, executed against given costs.
 
 Resources, each of which serves one thing at a time:
-- a stage's compute loop, which runs its row in order and never waits for a send;
+- a stage's compute loop, which runs its row in order and never waits for a send; those that share a GPU advance at
+  equal speeds, of which the sum is that of a stage that has it alone;
 - a stage's uplink and its downlink, each shared by activations and gradients;
 - the path from one stage to another, where a cut gives it a rate: what waits for it holds up no other path;
 - a stage's two codec lanes, which encode and decode beside compute.
@@ -120,6 +121,10 @@ class _Simulation:
         self._is_computing = [False] * schedule.num_stages
         self._ready: set[tuple[Action, int]] = set()
         """Results by the stage where they are."""
+        devices = costs.devices or range(schedule.num_stages)
+        by_number = {number: _Device() for number in devices}
+        self._devices = [by_number[number] for number in devices]
+        """By stage."""
         self._lane_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._network = SimulatedNetwork(costs, self._at)
         self._actions: list[ActionSpan] = []
@@ -155,8 +160,26 @@ class _Simulation:
         if all((need, stage) in self._ready for need in self._needs[action]):
             self._is_computing[stage] = True
             self._position[stage] += 1
-            seconds = self._costs.compute_s[action.chunk, action.kind]
-            self._at(now + seconds, lambda end_s: self._finish(stage, action, now, end_s))
+            seconds, device = self._costs.compute_s[action.chunk, action.kind], self._devices[stage]
+            device.advance(now)
+            device.left_s[stage] = seconds, lambda end_s: self._finish(stage, action, now, end_s)
+            self._expect(device, now)
+
+    def _expect(self, device: "_Device", now: float) -> None:
+        """Schedule the end of the action that ends first on a device, unless another begins there before."""
+        device.num_changes += 1
+        number = device.num_changes
+
+        def end(end_s: float) -> None:
+            if device.num_changes == number:
+                device.advance(end_s)
+                _, finish = device.left_s.pop(stage)
+                self._expect(device, end_s)
+                finish(end_s)
+
+        if device.left_s:
+            stage = min(device.left_s, key=lambda each: device.left_s[each][0])
+            self._at(now + len(device.left_s) * device.left_s[stage][0], end)
 
     def _finish(self, stage: int, action: Action, start_s: float, end_s: float) -> None:
         self._actions.append(ActionSpan(stage, action, start_s, end_s))
@@ -200,6 +223,22 @@ class _Simulation:
         """When a codec lane is done with a frame that comes now."""
         self._lane_free_s[lane, stage] = max(now, self._lane_free_s[lane, stage]) + seconds
         return self._lane_free_s[lane, stage]
+
+
+@dataclass(slots=True)
+class _Device:
+    """What computes: seconds left of the action of each stage that is computing on it, and what follows its end."""
+
+    left_s: dict[int, tuple[float, Event]] = field(default_factory=dict)
+    now_s: float = 0.0
+    num_changes: int = 0
+
+    def advance(self, now: float) -> None:
+        """Compute until now."""
+        if self.left_s:
+            done_s = (now - self.now_s) / len(self.left_s)
+            self.left_s = {stage: (left - done_s, then) for stage, (left, then) in self.left_s.items()}
+        self.now_s = now
 
 
 @dataclass(slots=True)
