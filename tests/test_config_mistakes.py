@@ -73,7 +73,7 @@ def test_mistake_in_the_file_names_its_line(file, old, new, line, message):
         ("steps: 10", "save_total_limit: 3", "training.save_total_limit is not a key of training; use run.keep_check"),
         ("hosts: local", "lora_r: 8", "lora_r is not a section of a configuration; use adapter.rank"),
         ("hosts: local", "adapter: {r: 8}", "adapter.r is not a key of adapter; use adapter.rank"),
-        ("hosts: local", "load_in_4bit: true", "use adapter: lora, beside weights in bf16; weights in 4 or 8 bits"),
+        ("hosts: local", "load_in_4bit: true", "use adapter: qlora, which has weights in 4 bits (8 are not"),
     ],
 )
 def test_names_that_other_programs_have_get_the_key_to_use(file, old, new, message):
@@ -91,7 +91,10 @@ def test_every_key_to_use_instead_of_another_name_exists():
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        ("adapter: qlora", "adapter: qlora (LoRA beside weights in 4 bits) is not supported yet; use lora"),
+        (
+            "adapter: qlora\nmemory: {offload: [m, weights]}",
+            "memory.offload: weights stay on the device where",
+        ),
         ("adapter: {kind: dora}", "adapter.kind: dora is a switch: use kind: lora with dora: true"),
         ("adapter: {layers: 5-3}", "adapter.layers: "),
         ("adapter: lora\nmemory: {offload: [master]}", "memory.offload: master is the fp32 copy of weights that are"),

@@ -1,9 +1,13 @@
 """What all chunks of a stage keep together, held against the schedule action by action."""
 
+from dataclasses import replace
+
 import pytest
+from support.cluster_files import EXAMPLES
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
 from tahq.config.stage_estimate import block_ranges, chunks_of, stage_estimate, with_memory_choices
 from tahq.errors import ModelError
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
@@ -191,6 +195,24 @@ def test_frames_of_pooled_loads_are_estimated_with_their_counts():
     )
     more = estimated(config, 1).boundary - estimated(plain, 1).boundary
     assert more % (2 * 4 * (8 + 16)) == 0 < more  # two cuts, 8 experts, for each micro-batch in flight
+
+
+def test_llama_of_70_billion_parameters_in_4_bits_fits_eight_hosts_of_24_gb():
+    config = load_config(EXAMPLES / "llama_70b_qlora.yaml", [])
+    spec = resolved_spec(config, None)
+    memories = [stage_estimate(config, spec, stage, device="cuda") for stage in range(8)]
+    assert max(memory.total for memory in memories) < 20 * 2**30
+    inner, block = memories[1], 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    per_weight = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+    trained = inner.gradients / 4
+    of_base = inner.weights - 4 * trained - 4 * 2 * 8192 * 10  # norms
+    assert of_base == pytest.approx(10 * block * per_weight, rel=1e-6)
+    assert inner.snapshot == pytest.approx(12 * trained, rel=0.001)
+    whole = replace(spec, adapter=spec.adapter.model_copy(update={"kind": "lora"}))
+    in_bf16 = stage_estimate(config, whole, 1, device="cuda")
+    # one decoded matrix in bf16
+    assert inner.workspace - in_bf16.workspace == 2 * 8192 * 28672
+    assert in_bf16.weights - inner.weights == pytest.approx(10 * block * (2 - per_weight), rel=1e-6)
 
 
 def test_adapters_alone_have_gradients_and_states_and_are_checkpointed():

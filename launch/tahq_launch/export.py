@@ -20,8 +20,9 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, require_folder, untying_note
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, fill_weights
+from tahq.models.weights import sum_of_bits
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
-from tahq.pipeline.update import check_frozen, frozen_dtype, sum_of_bits
+from tahq.pipeline.update import check_frozen, frozen_dtype
 from tahq_launch.run_source import source_of
 from tahq_launch.runs.pull import Which, checkpoint_of, fetch
 from tahq_launch.start.run_folder import RunFolder

@@ -82,8 +82,8 @@ _OTHER_NAMES = {
     "adapter.layers": "layers_to_transform peft_layers_to_transform lora_layers_to_transform lora_layers",
     "adapter.rslora": "use_rslora peft_use_rslora lora_use_rslora",
     "adapter.dora": "use_dora peft_use_dora lora_use_dora",
-    "adapter: lora, beside weights in bf16; weights in 4 or 8 bits (QLoRA) are not supported yet": "load_in_4bit "
-    "load_in_8bit quantization_bit quantization_config bnb_4bit_quant_type",
+    "adapter: qlora, which has weights in 4 bits (8 are not supported)": "load_in_4bit load_in_8bit quantization_bit "
+    "quantization_config bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_compute_dtype",
 }
 OTHER_NAMES: Mapping[str, str] = {name: use for use, names in _OTHER_NAMES.items() for name in names.split()}
 """What to use instead of keys that transformers, axolotl, torchtitan and others have."""
@@ -450,6 +450,8 @@ class ClusterConfig(Section):
             ),
             "memory.offload: master is the fp32 copy of weights that are trained, and adapter keeps them as they are; "
             "use weights": "master" in memory.all_offload,
+            "memory.offload: weights stay on the device where adapter.kind: qlora keeps them in 4 bits; leave weights "
+            "out, or use kind: lora": self.adapter.kind == "qlora" and "weights" in memory.all_offload,
             "memory.shard: gradients and weights of adapters are too small to be divided; use shard: [optimizer], or "
             "offload: [weights] for the model's own": len(memory.shard) > 1,
             "model.tie: sync sums gradients of embedding and head, which with adapter have none; leave it out, they "

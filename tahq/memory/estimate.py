@@ -22,6 +22,8 @@ from tahq.memory.saved_tensors import (
     saved_by_slice,
 )
 from tahq.memory.shares import Shape, is_block_matrix, shares_of
+from tahq.memory.small_floats.nf4 import nf4_nbytes
+from tahq.memory.stored_slice import decoded_nbytes, is_in_4_bits
 from tahq.models.adapters.config import is_adapter
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -119,18 +121,19 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, or 2 per element of matrices in bf16 (adapters are
-      fp32), and their optimizer states; `low_rank_bytes` for low-rank weights; of gradients only the largest where the
-      update is fused, 1.03·N where they are stored in 8 bits; where replicas divide them, those of the replica with
-      most; counted as weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies are not
-      shared: those of one block, and one of the head per micro-batch in flight (one in all with split backwards);
+      fp32), `nf4_nbytes` of those in 4 bits, and their optimizer states; `low_rank_bytes` for low-rank weights; of
+      gradients only the largest where the update is fused, 1.03·N where they are stored in 8 bits; where replicas
+      divide them, those of the replica with most; counted as weights, the FP8 codes and autocast's copies of matrices.
+      With checkpointing copies are not shared: those of one block, and one of the head per micro-batch in flight (one
+      in all with split backwards);
     - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
       more;
     - boundary: outputs kept for their backward, n · r·T·C (not the last stage), with r bytes per element of the
       residual stream; a received gradient (not the last) and one to send (not the first), 4·T·C each; n encoded frames,
       or all of a step behind a stage that does not wait for gradients;
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
-      `head_workspace`; with low-rank weights the largest decoded matrix of a
-      block and its gradient, and with the logits the head's; `fp32_gradient`; what is lent of the host's memory,
+      `head_workspace`; with low-rank weights the largest decoded matrix of a block and its gradient, and with the
+      logits the head's; with weights in 4 bits `decoded_nbytes`; `fp32_gradient`; what is lent of the host's memory,
       `OnHost.lent_to_blocks`, or if an update needs more, `OnHost.lent_to_update`; the largest gradient on its way to
       the replica that keeps the sum, and what replicas lend.
     """
@@ -166,26 +169,36 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
 def _untrained(spec: ModelSpec, ordinary: Mapping[str, Shape], numbers: StepNumbers) -> int:
     """Bytes of weights that never change, of which a replica has at least its part."""
-    shapes = [shape for name, shape in ordinary.items() if not spec.is_trained(name)]
-    nbytes = sum((numbers.shape.weight_nbytes if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in shapes)
+    frozen = {name: shape for name, shape in ordinary.items() if not spec.is_trained(name)}
+    nbytes = _weight_nbytes(spec, frozen, numbers)
     return nbytes // (numbers.replicas if "weights" in numbers.shards else 1)
+
+
+def _weight_nbytes(spec: ModelSpec, shapes: Mapping[str, Shape], numbers: StepNumbers) -> int:
+    """Bytes of ordinary weights: fp32, the type of matrices, or 4 bits with their scales."""
+
+    def nbytes(name: str, shape: Shape) -> int:
+        if is_in_4_bits(spec, name, shape):
+            return nf4_nbytes(math.prod(shape)) + _FP32  # what stands in its place
+        is_narrow = len(shape) >= 2 and not is_adapter(name)
+        return (numbers.shape.weight_nbytes if is_narrow else _FP32) * math.prod(shape)
+
+    return sum(nbytes(name, shape) for name, shape in shapes.items())
 
 
 def _by_replica(
     spec: ModelSpec, ordinary: Mapping[str, Shape], low_rank: Sequence[LowRankBytes], numbers: StepNumbers
 ) -> Iterator[tuple[int, int, int]]:
     """Bytes of weights, gradients and optimizer states that each replica keeps."""
-    shares, matrix = shares_of(spec, ordinary, numbers.replicas, numbers.shards), numbers.shape.weight_nbytes
+    shares = shares_of(spec, ordinary, numbers.replicas, numbers.shards)
     for replica in range(numbers.replicas):
         kept = {name: shape for name, shape in ordinary.items() if shares[name].is_had(replica, "weights")}
         trained = {name: shape for name, shape in ordinary.items() if spec.is_trained(name)}
         summed, updated = (
             [shape for name, shape in trained.items() if shares[name].is_had(replica, shard)] for shard in _OF_TRAINED
         )
-        narrow = {name for name, shape in kept.items() if len(shape) >= 2 and not is_adapter(name)}
-        weights = sum((matrix if name in narrow else _FP32) * math.prod(shape) for name, shape in kept.items())
         yield (
-            weights + sum(each.weight for each in low_rank),
+            _weight_nbytes(spec, kept, numbers) + sum(each.weight for each in low_rank),
             _gradients(summed, [each.gradient for each in low_rank], numbers),
             numbers.optimizer_nbytes(updated) + sum(each.states for each in low_rank),
         )
@@ -340,5 +353,6 @@ def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covere
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
     head = math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0
+    again += decoded_nbytes(spec, numbers.shape.element_nbytes) if len(blocks) else 0
     # The head's backward ends before a block is recomputed.
     return max(again + matrix * largest, logits + matrix * head)

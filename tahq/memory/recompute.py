@@ -58,7 +58,8 @@ def recompute(module: ModelSlice, level: Recompute, *, fuses: bool = True) -> No
     """
     stored, kinds = EXACTLY_STORED.get(level, ()), ("norms", "mlp")
     on_cuda = has_kernels(next(module.parameters()).device.type)
-    module.checkpoint_blocks, module.owns_products = level == "block", on_cuda or level not in ("none", "block")
+    module.checkpoint_blocks = level == "block"
+    module.owns_products |= on_cuda or level not in ("none", "block")
     if module.spec.layout.layers_like is None:
         return
     for block in module.blocks():

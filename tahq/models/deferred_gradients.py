@@ -110,6 +110,13 @@ def own_products(deferred: DeferredGradients | None, copies: WeightCopies | None
         _shared.reset(token)
 
 
+class PackedWeight(Protocol):
+    """The values of a weight that is not trained, in few bits."""
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in new memory, in its own shape."""
+
+
 class RecomputedInput(Protocol):
     """The input of products, kept in another form until their backward."""
 
@@ -286,7 +293,13 @@ def linear(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
-    """The weight in that dtype, made once if copies are shared; its `product_copy`, if it has that."""
+    """The weight in that dtype, made once if copies are shared; its `product_copy`, if it has that.
+
+    A weight with the attribute `packed` is decoded each time, and its own values are never read.
+    """
+    packed: PackedWeight | None = getattr(weight, "packed", None)
+    if packed is not None:
+        return packed.decoded(dtype)
     copy: torch.Tensor | None = getattr(weight, "product_copy", None)
     if copy is not None and copy.dtype == dtype:
         return copy

@@ -24,6 +24,7 @@ from tahq.models.families import FamilyLayout
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX_NBYTES = 2**26
+_WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def one_line(error: BaseException) -> str:
@@ -46,6 +47,11 @@ def read_json(path: Path, max_nbytes: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value
+
+
+def sum_of_bits(weights: torch.Tensor) -> torch.Tensor:
+    """The sum over a tensor's words, int64 on the CPU: another one where bits differ, but for rare accidents."""
+    return weights.contiguous().view(_WORDS[weights.itemsize]).sum(dtype=torch.int64).cpu()
 
 
 class FilledWeight(Protocol):

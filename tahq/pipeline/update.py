@@ -31,10 +31,12 @@ from tahq.memory.offload.host_part import (
     host_part,
     is_here,
     kept_values,
+    sum_as_filled,
 )
 from tahq.memory.offload.zero_copy import zero_copy_is_faster
 from tahq.models.deferred_gradients import set_gradient_dtype
 from tahq.models.slice import HEAD_WEIGHT
+from tahq.models.weights import sum_of_bits
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.gradients import TiedEmbedding, squared_norm, squared_norms
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -80,7 +82,6 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
     return config.min_lr if progress >= 1 else max(config.min_lr, rate)
 
 
-_WORDS = {2: torch.int16, 4: torch.int32}
 FROZEN = {torch.float32: "frozen/", torch.bfloat16: "frozen_bf16/"}
 """Prefixes, in a checkpoint, of sums over the bits of parameters that are not trained, by their type on their stage; it
 does not have these parameters."""
@@ -187,7 +188,7 @@ class StageUpdate:
     @cached_property
     def _frozen_sums(self) -> dict[str, torch.Tensor]:
         """Of parameters that are here and are not trained."""
-        return {name: sum_of_bits(kept_values(p)) for name, p in self._frozen.items() if is_here(p)}
+        return {name: sum_as_filled(p) for name, p in self._frozen.items() if is_here(p)}
 
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
@@ -294,11 +295,6 @@ class StageUpdate:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
-
-
-def sum_of_bits(weights: torch.Tensor) -> torch.Tensor:
-    """The sum over a tensor's words, int64 on the CPU: another one where bits differ, but for rare accidents."""
-    return weights.contiguous().view(_WORDS[weights.itemsize]).sum(dtype=torch.int64).cpu()
 
 
 def frozen_dtype(name: str, names: Collection[str], usual: torch.dtype = torch.float32) -> torch.dtype:

@@ -42,17 +42,18 @@ from tahq.memory.config import NEEDS_BF16, Offload
 from tahq.memory.fp8_products import check_fp8_units, use_fp8_products
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
-from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
+from tahq.memory.offload.blocks import offload_blocks, place_on_host
 from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
 from tahq.memory.shares import shares_of
+from tahq.memory.stored_slice import build_stored_slice
 from tahq.models.fused_attention import attend_in_chunks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec, require_folder
 from tahq.models.partition import BlockRange
 from tahq.models.sleeping_slice import SleepingSlice
-from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, build_slice, slice_parameters
+from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, slice_parameters
 from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
@@ -207,10 +208,9 @@ def _slice(
     seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
     if settings is not None:
         build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings, placed=placed)
-    elif placed is not None:
-        build = partial(build_offloaded_slice, placed=placed, matrices=matrix_dtype(config, device))
     else:
-        build = partial(build_slice, matrices=matrix_dtype(config, device))
+        placed = placed or (lambda block: None)
+        build = partial(build_stored_slice, matrices=matrix_dtype(config, device), placed=placed)
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 

@@ -26,6 +26,8 @@ from tahq.config.stage_estimate import block_ranges, computes_in_bf16, micro_bat
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
+from tahq.memory.small_floats.nf4 import packed_weight
+from tahq.memory.stored_slice import materialise
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, Parts, sharing_copies_of
@@ -396,14 +398,15 @@ class ComputeMeasurement:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
         random, matrices = RandomContext(0), matrix_dtype(self._config, self._device)
         model = ModelSlice(self._spec, parts, random, matrices)
-        model.materialise(self._device)
+        materialise(model, self._device)
         keep_as_configured(self._config, model, self._stage, micro_batch)
         if model.graphs is not None:
             model.graphs.begin()
             model.graphs.begin()  # as in a second step
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.normal_(std=0.02)
+                if packed_weight(parameter) is None:
+                    parameter.normal_(std=0.02)
         return self._timed(model, micro_batch)
 
     def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:

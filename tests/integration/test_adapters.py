@@ -2,6 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
+from tahq.memory.small_floats.nf4 import Nf4Weight
+from tahq.memory.stored_slice import is_in_4_bits
 from tahq.models.adapters.lora import initial_values
 from tahq.models.config import ModelConfig
 from tahq.models.model_spec import load_spec
@@ -23,9 +28,9 @@ from tahq.models.model_spec import load_spec
 STEPS = 10
 _GROUPED = {"num_kv_heads": 2, "intermediate_size": 96}
 FAMILIES = {"gpt2": {}, "llama": _GROUPED, "qwen3_moe": _GROUPED | {"overrides": EXPERTS["qwen3_moe"]}}
-KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
-EVERY = [*((family, kind) for family in ("gpt2", "llama") for kind in KINDS), ("qwen3_moe", "lora")]
-SMOKE = (("gpt2", "lora"), ("llama", "dora"))
+KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "qlora": {"kind": "qlora"}}
+EVERY = [*product(("gpt2", "llama"), KINDS), ("qwen3_moe", "lora"), ("qwen3_moe", "qlora")]
+SMOKE = (("gpt2", "lora"), ("llama", "dora"), ("llama", "qlora"))
 
 
 def save_base(folder, family: str = "gpt2"):
@@ -64,6 +69,21 @@ def with_peft(base, adapter: dict, seed: int):
     return model, named
 
 
+def in_4_bits(model, config: ClusterConfig):
+    """A model with the weights that those of `kind: qlora` stand for."""
+    sizes = {"vocab_size": 256, "seq_len": 32}
+    spec = load_spec(ModelConfig(path=model.name_or_path), **sizes, adapter=config.adapter)
+    for path, layer in model.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if is_in_4_bits(spec, f"{path}.{name}", parameter.shape):
+                is_transposed = type(layer).__name__ == "Conv1D"
+                weight = Nf4Weight(parameter.shape, torch.device("cpu"), is_transposed=is_transposed)
+                weight.copy_(parameter.data)
+                assert not torch.equal(parameter.data, weight.decoded(torch.float32))
+                parameter.data = weight.decoded(torch.float32).contiguous()
+    return model
+
+
 def train_in_one_loop(model, parameters, config: ClusterConfig) -> list[float]:
     """The losses of AdamW on the batches of the run."""
     training, losses = config.training, []
@@ -95,7 +115,7 @@ def train_in_one_loop(model, parameters, config: ClusterConfig) -> list[float]:
     ("family", "kind", "stages"),
     [
         pytest.param(*each, stages, marks=pytest.mark.ci if each in SMOKE else pytest.mark.acceptance)
-        for each, stages in zip(EVERY, (2, 4, 2, 4, 2, 4, 2), strict=True)
+        for each, stages in zip(EVERY, (2, 4, 2, 4, 2, 4, 2, 4, 2, 4), strict=True)
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:fan_in_fan_out:UserWarning")
@@ -104,9 +124,10 @@ def test_adapters_train_as_pefts_do_and_are_exported(tmp_path, family, kind, sta
     config = config_of(adapter=KINDS[kind] | targets, pipeline={"stages": stages})
     save_base(tmp_path / "hf", family)
     run = train(tmp_path, config)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    resolved = ClusterConfig.model_validate(config)
+    base = in_4_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), resolved)
     model, named = with_peft(base, config["adapter"], config["run"]["seed"])
-    expected = train_in_one_loop(model, list(named.values()), ClusterConfig.model_validate(config))
+    expected = train_in_one_loop(model, list(named.values()), resolved)
     assert run.losses == pytest.approx(expected, abs=1e-5)
     assert expected[-1] < expected[0] - 0.05
     assert run.weights.keys() == named.keys()
@@ -118,15 +139,16 @@ def test_adapters_train_as_pefts_do_and_are_exported(tmp_path, family, kind, sta
     tokens = torch.arange(64).view(2, 32) * 5 % 256
     import peft
 
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "lora").eval()
+    plain, coded = (AutoModelForCausalLM.from_pretrained(tmp_path / "hf") for _ in range(2))
+    loaded = peft.PeftModel.from_pretrained(in_4_bits(coded, resolved), tmp_path / "lora").eval()
+    beside_whole = peft.PeftModel.from_pretrained(plain, tmp_path / "lora").eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(run.weights[name])
         logits = model.eval()(tokens).logits
         assert torch.equal(loaded(tokens).logits, logits)
-        torch.testing.assert_close(merged(tokens).logits, logits, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(merged(tokens).logits, beside_whole(tokens).logits, atol=2e-5, rtol=1e-4)
     settings = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "hf"
 
@@ -140,73 +162,92 @@ def export(folder, run: Run, out: str, *options: str) -> str:
 # -- under other cuts --------------------------------------------------------------------------------
 
 DROPPED = {"dropout": 0.1, "dora": True}
+RECOMPUTED = {
+    "pipeline": {"stages": 4, "schedule": "zero-bubble"},
+    "memory": {"recompute": ["none", "norm", "att", "block"]},
+}
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory) -> Run:
-    """A run of one stage."""
-    folder = tmp_path_factory.mktemp("calm")
-    save_base(folder / "hf", "llama")
-    return train(folder, config_of(adapter=DROPPED, pipeline={"stages": 1}, training={"steps": 4}))
+def calm_of(tmp_path_factory) -> Callable[[str], Run]:
+    """A run of one stage, by its kind of adapter."""
+
+    @cache
+    def calm(kind: str) -> Run:
+        folder = tmp_path_factory.mktemp("calm")
+        return train(folder, here(folder, kind, pipeline={"stages": 1}))
+
+    return calm
 
 
-def here(tmp_path, **sections) -> dict:
+@pytest.fixture
+def calm(calm_of) -> Run:
+    return calm_of("lora")
+
+
+def here(tmp_path, kind: str = "lora", **sections) -> dict:
     save_base(tmp_path / "hf", "llama")
-    return config_of(adapter=DROPPED, training={"steps": 4}, **sections)
+    return config_of(adapter={"kind": kind, **DROPPED}, training={"steps": 4}, **sections)
+
+
+EVERY_KIND = pytest.mark.parametrize("kind", ["lora", pytest.param("qlora", marks=pytest.mark.ci)])
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "sections",
+    ("kind", "sections"),
     [
-        {
-            "pipeline": {"stages": 4, "schedule": "zero-bubble"},
-            "memory": {"recompute": ["none", "norm", "att", "block"]},
-        },
-        {"pipeline": {"stages": 2}, "memory": {"offload": ["weights", "m", "gradients", "residual"]}},
-        {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}},
+        ("lora", RECOMPUTED),
+        ("qlora", RECOMPUTED),
+        ("lora", {"pipeline": {"stages": 2}, "memory": {"offload": ["weights", "m", "gradients", "residual"]}}),
+        ("qlora", {"pipeline": {"stages": 2}, "memory": {"offload": ["m", "gradients", "residual"]}}),
+        ("lora", {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}}),
     ],
-    ids=["zero-bubble", "offload", "interleaved"],
+    ids=["zero-bubble", "qlora-zero-bubble", "offload", "qlora-offload", "interleaved"],
 )
-def test_adapters_have_the_same_bits_under_every_cut(tmp_path, calm, sections):
-    assert_same_run(train(tmp_path, here(tmp_path, **sections)), calm)
+def test_adapters_have_the_same_bits_under_every_cut(tmp_path, calm_of, kind, sections):
+    assert_same_run(train(tmp_path, here(tmp_path, kind, **sections)), calm_of(kind))
 
 
 @pytest.mark.ci
-def test_lost_stage_returns_with_the_same_bits(tmp_path, calm):
+@EVERY_KIND
+def test_lost_stage_returns_with_the_same_bits(tmp_path, calm_of, kind):
     faults = {
         fault_points.FAULTS: "kill@backward:stage=1:step=2",
         fault_points.FOLDER: str(tmp_path / "faults"),
     }
     (tmp_path / "faults").mkdir()
-    write_config(tmp_path, here(tmp_path, pipeline={"stages": 2}, run={"checkpoint_every": 1, "peer_timeout": "10s"}))
+    run = {"checkpoint_every": 1, "peer_timeout": "10s"}
+    write_config(tmp_path, here(tmp_path, kind, pipeline={"stages": 2}, run=run))
     launcher = start(tmp_path, "tahq-launch", "cluster.yaml", extra=faults)
     stdout, stderr = launcher.communicate(timeout=120)
     assert list((tmp_path / "faults").iterdir())
     assert launcher.returncode == 0, stdout + stderr
-    assert_same_run(Run(tmp_path / "runs" / "adapters", 0, stdout, stderr), calm)
+    assert_same_run(Run(tmp_path / "runs" / "adapters", 0, stdout, stderr), calm_of(kind))
 
 
-def test_checkpoints_hold_adapters_only_and_other_base_weights_or_another_rank_are_refused(tmp_path, calm):
-    config = here(tmp_path, pipeline={"stages": 2})
+@EVERY_KIND
+def test_checkpoints_hold_adapters_only_and_other_base_weights_or_adapters_are_refused(tmp_path, calm_of, kind):
+    config = here(tmp_path, kind, pipeline={"stages": 2})
     run = train(tmp_path, {**config, "training": {**config["training"], "steps": 2}})
     state = run.snapshot()
     kept = [name for name, tensor in state.items() if tensor.numel() > 1]
     assert all("lora_" in name for name in kept)
     assert sum(tensor.nbytes for tensor in state.values()) < 3.1 * sum(each.nbytes for each in run.weights.values())
 
-    refused = launch(tmp_path, config, "--resume", *overrides("adapter.rank=8"))
-    assert refused.returncode == 2
-    assert "cannot resume with another adapter.rank" in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    for change in ("rank=8", "kind=lora" if kind == "qlora" else "kind=qlora"):
+        refused = launch(tmp_path, config, "--resume", *overrides(f"adapter.{change}"))
+        assert refused.returncode == 2
+        assert f"cannot resume with another adapter.{change.partition('=')[0]}" in refused.stderr
+        assert refused.stderr.count("\n") == 1
     resumed = launch(tmp_path, config, "--resume")
     assert "no longer exact" not in resumed.stdout
-    assert_same_run(resumed, calm)
+    assert_same_run(resumed, calm_of(kind))
 
     file = tmp_path / "hf" / "model.safetensors"
     assert "model.layers.1.mlp.up_proj.weight" in load_file(file)
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+    content[-4] ^= 1  # a last bit, which no code in 4 bits has
     file.write_bytes(content)
     other = launch(tmp_path, config, "--resume", *overrides("training.steps=6"))
     assert other.returncode != 0

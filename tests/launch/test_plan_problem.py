@@ -25,7 +25,8 @@ HOSTS = cluster(host("a"), host("b"))
 def loaded(vocab_size: int = 256, **sections):
     """A configuration and its model."""
     config = ClusterConfig.model_validate(tiny(model=LLAMA, **sections))
-    return config, load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
+    sizes = {"vocab_size": vocab_size, "seq_len": config.data.seq_len}
+    return config, load_spec(config.model, **sizes, adapter=config.adapter)
 
 
 def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
@@ -56,6 +57,7 @@ def test_replicas_that_share_optimizer_states_have_more_room_for_blocks():
         *product(["adamw", "qgalore", "galore"], [{}, {"activations": "agoq", "gradients": "fp8"}]),
         *product(["adamw", "qgalore"], [{"offload": ["residual", "m", "v"]}]),
         ("adamw", {"offload": ["weights", "gradients"]}),
+        ("adapter", {"activations": "agoq"}),
     ],
     ids=str,
 )
@@ -63,9 +65,11 @@ def test_replicas_that_share_optimizer_states_have_more_room_for_blocks():
 def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, memory, schedule, monkeypatch):
     """With a vocabulary large enough for head and logits to be most of what the last stage takes."""
     monkeypatch.setattr(estimate, "DECODED_AT_A_TIME", 1)  # of a model with parts that are smaller than a stage
+    adapter = {"adapter": {"kind": "qlora"}} if optimizer == "adapter" else {}
     config, spec = loaded(
         vocab_size=4096,
-        training={**TWO_MICRO_BATCHES, "optimizer": optimizer},
+        training=TWO_MICRO_BATCHES | ({} if adapter else {"optimizer": optimizer}),
+        **adapter,
         pipeline={"stages": 2, "layers": [2, 2], "schedule": schedule},
         memory={**memory, "recompute": checkpointing},
     )
@@ -76,7 +80,7 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing, m
     counted = [stage_estimate(config, spec, stage, device="cpu").total for stage in range(2)]
     # The planner's frames have headers, and blocks are taken to be alike. Of two micro-batches of the last stage, the
     # schedule has only one put off while the other is in flight.
-    over = 0.005 if schedule == "gpipe" else 0.012
+    over = 0.005 if schedule == "gpipe" else 0.013
     assert all(-0.005 < got / exact - 1 < over for got, exact in zip(planned, counted, strict=True))
 
 

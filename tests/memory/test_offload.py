@@ -15,10 +15,11 @@ from tahq.memory.adam.adamw import BlockwiseAdamW
 from tahq.memory.agoq import stored_gradients
 from tahq.memory.config import Offload, Recompute
 from tahq.memory.estimate import StepNumbers, stage_memory
-from tahq.memory.offload.blocks import build_offloaded_slice, offload_blocks, place_on_host
+from tahq.memory.offload.blocks import offload_blocks, place_on_host
 from tahq.memory.offload.host_memory import HostBuffer, HostMemory
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.memory.stored_slice import build_stored_slice
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
@@ -84,7 +85,7 @@ class Trained:
             {"seed": 0, "device": self.device, "random": RandomContext(0)},
         )
         if which:
-            self.module = build_offloaded_slice(
+            self.module = build_stored_slice(
                 *(spec, blocks),
                 **keys,
                 weights=True,

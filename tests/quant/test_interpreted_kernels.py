@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(TIMEOUT_S + 20)]
 
 
 MEMORY = " ".join(
-    f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "residual", "stored")
+    f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "nf4", "residual", "stored")
 )
 SHARED = ("test_codecs_triton.py", MEMORY)
 MODELS = "../models/test_attention_triton.py ../models/test_loss_triton.py"

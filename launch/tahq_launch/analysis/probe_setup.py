@@ -21,11 +21,13 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
 from tahq.errors import ConfigError, UserError, brief
+from tahq.memory.offload.host_part import filled_weight
+from tahq.memory.stored_slice import build_stored_slice
 from tahq.models.adapters.config import is_adapter
 from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
-from tahq.models.slice import HEAD_WEIGHT, build_slice
+from tahq.models.slice import HEAD_WEIGHT
 from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.manifest import read_latest
 from tahq.pipeline.checkpoint.resume import compare_configs
@@ -136,7 +138,9 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         weights = f"from {request.weights}"
         found = FolderWeights.find(str(request.weights), spec.layout)
         tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
-        found.read_into({name: each for name, each in model.weights.items() if not is_adapter(name)}, tied)
+        found.read_into(
+            {name: filled_weight(each) for name, each in model.weights.items() if not is_adapter(name)}, tied
+        )
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)
 
 
@@ -172,7 +176,9 @@ def _start(request: ProbeRequest) -> _Start:
 def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *, with_weights: bool) -> CutModel:
     seed, random, matrices = config.run.seed, RandomContext(config.run.seed), matrix_dtype(config, device)
     slices = [
-        build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights, matrices=matrices)
+        build_stored_slice(
+            spec, blocks, seed=seed, device=device, random=random, weights=with_weights, matrices=matrices
+        )
         for blocks in block_ranges(config, spec)
     ]
     for chunk, part in enumerate(slices):

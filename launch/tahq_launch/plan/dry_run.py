@@ -152,7 +152,8 @@ class _DryRun:
             return ""
         shapes = slice_parameters(self.spec, BlockRange(0, self.spec.num_layers, self.spec.num_layers))
         count = sum(math.prod(shape) for name, shape in shapes.items() if self.spec.is_trained(name))
-        return f", {count:,} of them in adapters of rank {adapter.rank}, which alone are trained"
+        base = ", beside matrices in 4 bits" if adapter.kind == "qlora" else ""
+        return f",\n  {count:,} of them in adapters of rank {adapter.rank}, which alone are trained{base}"
 
     def _samples(self) -> str:
         """The first records as the model sees them; none where the data is not on this machine."""

@@ -27,6 +27,7 @@ from tahq.memory.saved_tensors import (
     saved_by_embedding,
     saved_by_head,
 )
+from tahq.memory.stored_slice import decoded_nbytes
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
@@ -340,7 +341,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     copies = shape.recompute == "block"  # which nothing else shares, see `stage_memory`
     largest, head = _decoded_elements(config, spec)
-    matrix = 2 * shape.element_nbytes  # decoded, and its gradient
+    matrix, of_base = 2 * shape.element_nbytes, decoded_nbytes(spec, shape.element_nbytes)  # decoded, and its gradient
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
     heads = copied_by_head(spec, shape) if copies and not splits_backward else 0
     head_kept = saved_by_head(spec, shape)
@@ -368,7 +369,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         stage=rotary_tables(spec, shape),
         tensor=tensor,
         workspace=workspace(logits + matrix * head),
-        again=workspace(again + matrix * largest),
+        again=workspace(again + matrix * largest + of_base),
         streamed=host.stream,
     )
 

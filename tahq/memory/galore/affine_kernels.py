@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tahq.kernel_launch import on_device_of
 from tahq.memory.galore.stored_weight import FINER, GROUP, MARGIN, OFFSET, SMALLEST_SCALE, STEPS, TOP_CODE
+from tahq.memory.small_floats.device_bits import store_rounded
 from tahq.quant.gpu.launch import EXACT
 from tahq.quant.gpu.tiles import hash_words, rounded_to_bf16
 from tahq.quant.stochastic_rounding import key_halves
@@ -43,21 +44,12 @@ def _decoded(codes, zero, scale, at, groups, is_real, is_group):
 
 
 @triton.jit
-def _store(out, at, values, is_real):
-    """Rounded to out's type, half to even; for bf16 in integers, since the interpreter would truncate."""
-    if out.dtype.element_ty == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=is_real)
-
-
-@triton.jit
 def decode8_kernel(codes, zero, scale, out, numel, num_groups, R: tl.constexpr):
     """out ← (codes − zero) · scale."""
     groups = tl.program_id(0) * R + tl.arange(0, R)
     at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     is_real = at < numel
-    _store(out, at, _decoded(codes, zero, scale, at, groups, is_real, groups < num_groups), is_real)
+    store_rounded(out, at, _decoded(codes, zero, scale, at, groups, is_real, groups < num_groups), is_real)
 
 
 @triton.jit
@@ -71,7 +63,7 @@ def decode4_kernel(packed, zero, scale, out, numel, num_groups, R: tl.constexpr)
     code = ((pair >> (at % 2 * 4)) & 15).to(tl.float32)
     z = tl.load(zero + groups, mask=is_group, other=0).to(tl.float32)
     s = tl.load(scale + groups, mask=is_group, other=0).to(tl.float32)
-    _store(out, at, (code - z[:, None]) * s[:, None], is_real)
+    store_rounded(out, at, (code - z[:, None]) * s[:, None], is_real)
 
 
 @triton.jit(do_not_specialize=["keep", "rate", "key_low", "key_high"])

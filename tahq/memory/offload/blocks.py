@@ -17,19 +17,8 @@ from torch import nn
 from tahq.memory.agoq.stored_inputs import is_norm
 from tahq.memory.config import Offload
 from tahq.memory.offload.host_memory import HostMemory, Offloaded
-from tahq.memory.offload.host_part import (
-    HostPart,
-    copy_for_products,
-    filled_weight,
-    host_part,
-    is_here,
-    kept_values,
-)
-from tahq.models.adapters.lora import fill_magnitudes
-from tahq.models.keyed_dropout import RandomContext
-from tahq.models.model_spec import ModelSpec
-from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, Parts, fill_weights
+from tahq.memory.offload.host_part import HostPart, host_part
+from tahq.models.slice import ModelSlice
 
 Kept = dict[int, list[Offloaded]]
 """What blocks keep of one micro-batch, by a block's place in its slice."""
@@ -43,30 +32,6 @@ def place_on_host(block: nn.Module, which: Collection[Offload], memory: HostMemo
     for parameter in block.parameters():
         if parameter.ndim > 1:
             parameter.host = HostPart(parameter, which, memory, reads_copies=reads_copies)  # type: ignore[attr-defined]
-
-
-def build_offloaded_slice(
-    spec: ModelSpec,
-    blocks: BlockRange | Parts,
-    *,
-    seed: int,
-    device: torch.device,
-    random: RandomContext,
-    weights: bool,
-    filled: Callable[[int], None],
-    matrices: torch.dtype = torch.float32,
-    placed: Callable[[nn.Module], None],
-) -> ModelSlice:
-    """`build_slice` with `placed`, such as `place_on_host`: only one block's weights are on the device as a whole."""
-    module = ModelSlice(spec, blocks, random, matrices)
-    module.materialise(device, placed)
-    parameters = module.canonical_parameters()
-    if not weights:
-        parameters = {name: each for name, each in parameters.items() if not each.requires_grad}
-    fill_weights(spec, {name: filled_weight(p) for name, p in parameters.items() if is_here(p)}, seed, filled)
-    fill_magnitudes(module, kept_values)
-    copy_for_products(parameters.values())
-    return module
 
 
 def offload_blocks(module: ModelSlice, which: Collection[Offload], memory: HostMemory) -> None:

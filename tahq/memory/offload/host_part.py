@@ -11,7 +11,8 @@ from torch.nn import Parameter
 
 from tahq.memory.config import Offload
 from tahq.memory.offload.host_memory import HostMemory, Loan, Offloaded, lent
-from tahq.models.weights import FilledWeight
+from tahq.memory.small_floats.nf4 import packed_weight
+from tahq.models.weights import FilledWeight, sum_of_bits
 
 COPIED = torch.bfloat16
 
@@ -167,21 +168,32 @@ def host_gradient(holder: Any) -> HostGradient | None:
 
 
 def kept_values(parameter: Parameter) -> torch.Tensor:
-    """A parameter's values, wherever they are."""
+    """A parameter's values, wherever they are; decoded to fp32 if they are in 4 bits."""
+    if (packed := packed_weight(parameter)) is not None:
+        return packed.decoded(torch.float32)
     part = host_part(parameter)
     return parameter.detach() if part is None or part.values is None else part.values.values
 
 
+def sum_as_filled(parameter: Parameter) -> torch.Tensor:
+    """`sum_of_bits` of the values that a parameter was given; of what is in 4 bits, before it was."""
+    packed = packed_weight(parameter)
+    return sum_of_bits(kept_values(parameter)) if packed is None else packed.sum_of_bits
+
+
 def device_nbytes(parameter: Parameter) -> int:
     """Bytes of a parameter, and of its copy for products, that are on its device now."""
-    part = host_part(parameter)
+    part, packed = host_part(parameter), packed_weight(parameter)
     tensors = (parameter,) if part is None or part.copy is None else (parameter, part.copy)
-    return sum(each.untyped_storage().nbytes() for each in tensors)
+    nbytes = sum(each.untyped_storage().nbytes() for each in tensors)
+    return nbytes if packed is None else nbytes + packed.nbytes
 
 
 def filled_weight(parameter: Parameter) -> FilledWeight:
     """What takes a parameter's new values, wherever they are; `copy_for_products` is due afterwards."""
-    part = host_part(parameter)
+    part, packed = host_part(parameter), packed_weight(parameter)
+    if packed is not None:
+        return packed
     return parameter if part is None or part.values is None else part.values
 
 

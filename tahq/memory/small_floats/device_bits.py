@@ -180,6 +180,15 @@ def look_up(table, row, LENGTH: tl.constexpr, place):
 
 
 @triton.jit
+def store_rounded(out, at, values, is_real):
+    """Rounded to out's type, half to even; for bf16 in integers, since the interpreter would truncate."""
+    if out.dtype.element_ty == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
 def put(pointers, numbers, ASM: tl.constexpr):
     """Store one number per group, the same from all threads of the group.
 

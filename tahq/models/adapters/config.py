@@ -13,8 +13,6 @@ ALL_LINEAR = "all-linear"
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 """Names of an adapter's parts, as in peft."""
 _OTHER_KINDS = {
-    "qlora": "qlora (LoRA beside weights in 4 bits) is not supported yet; use lora, whose frozen weights are bf16 "
-    "under training.precision: bf16",
     "dora": "dora is a switch: use kind: lora with dora: true",
     "rslora": "rslora is a switch: use kind: lora with rslora: true",
 }
@@ -34,13 +32,13 @@ Layers = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_range_as_
 
 
 class AdapterConfig(Section):
-    """Low-rank adapters (LoRA) beside the linear layers of blocks; only they are trained. A text alone is its `kind`.
+    """Low-rank adapters beside the linear layers of blocks; only they are trained. A text alone is its `kind`.
 
     Example: `adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, v_proj]}`
     """
 
-    kind: Literal["lora"] = "lora"
-    """Kind of adapter."""
+    kind: Literal["lora", "qlora"] = "lora"
+    """`qlora`: LoRA beside matrices in 4 bits (NF4)."""
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
     alpha: float | None = Field(default=None, gt=0)

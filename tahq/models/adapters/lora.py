@@ -27,7 +27,7 @@ from torch import nn
 
 from tahq.errors import ModelError
 from tahq.models.adapters.config import DOWN, MAGNITUDE, UP, AdapterConfig, is_end_of
-from tahq.models.deferred_gradients import is_linear, shared_copies
+from tahq.models.deferred_gradients import cast_weight, is_linear, shared_copies
 from tahq.randomness import derive_seed
 
 
@@ -114,7 +114,7 @@ def _norms(layer: Any, scale: float) -> torch.Tensor:
         return norms
     with torch.autocast(layer.weight.device.type, enabled=False):
         change = change_of(layer.lora_A.weight, layer.lora_B.weight, scale)
-        norms = row_norms(_by_rows(layer, layer.weight).float() + change)
+        norms = row_norms(_by_rows(layer, cast_weight(layer.weight, torch.float32, None)) + change)
     if copies is not None:
         copies[key] = norms
     return norms
