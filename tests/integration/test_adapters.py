@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.runs import Run, assert_same_run, finish, launch, overrides, start, tiny, train, write_config
 from support.small_slices import EXPERTS
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tahq import fault_points
 from tahq.config.cluster import ClusterConfig
@@ -151,6 +151,23 @@ def test_adapters_train_as_pefts_do_and_are_exported(tmp_path, family, kind, sta
         torch.testing.assert_close(merged(tokens).logits, beside_whole(tokens).logits, atol=2e-5, rtol=1e-4)
     settings = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "hf"
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_beside_4_bits_train_as_pefts_do_over_bitsandbytes(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    config = config_of(adapter={"kind": "qlora"}, pipeline={"stages": 2})
+    save_base(tmp_path / "hf", "llama")
+    run = train(tmp_path, config)
+    names = ("load_in_4bit", "bnb_4bit_use_double_quant")
+    coded = BitsAndBytesConfig(**dict.fromkeys(names, True), bnb_4bit_quant_type="nf4")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", quantization_config=coded, device_map="cpu")
+    model, named = with_peft(base, config["adapter"], config["run"]["seed"])
+    assert type(model.get_submodule("base_model.model.model.layers.1.mlp.up_proj.base_layer")).__name__ == "Linear4bit"
+    expected = train_in_one_loop(model, list(named.values()), ClusterConfig.model_validate(config))
+    assert run.losses == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0] - 0.05
 
 
 def export(folder, run: Run, out: str, *options: str) -> str:
