@@ -264,6 +264,7 @@ def micro_batch_shape(
         has_z_loss=config.training.z_loss > 0,
         weight_nbytes=2 if has_bf16_matrices(config, device) else 4,
         residual_nbytes=2 if memory.residual == "bf16" else 4,
+        packed=config.data.may_be_packed,
     )
 
 

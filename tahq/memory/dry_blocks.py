@@ -26,23 +26,26 @@ class KeptBytes(NamedTuple):
     deferred: int
 
 
-_Key = tuple[str, str, str, int, int, int, torch.dtype, bool]
+_Key = tuple[str, str, str, int, int, int, torch.dtype, bool, bool]
 _known: dict[_Key, KeptBytes] = {}
 
 
 def kept_by_block(
-    spec: ModelSpec, block: int, micro_batch: int, seq_len: int, stream: torch.dtype, *, bf16: bool
+    spec: ModelSpec, block: int, micro_batch: int, seq_len: int, stream: torch.dtype, *, bf16: bool, packed: bool
 ) -> KeptBytes:
-    """Of a block without recomputation; `stream`: type of the residual stream; `bf16`: whether products are."""
+    """Of a block without recomputation, but for what blocks share.
+
+    `stream`: type of the residual stream; `bf16`: whether products are; `packed`: whether rows have several records.
+    """
     config = spec.hf_config
     kinds = kinds_of_blocks(spec)
     alike = kinds.index(kinds[block])
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if spec.adapter is not None:  # a block that has some stands for all
         spec = replace(spec, adapter=spec.adapter.model_copy(update={"layers": None}))
-    key = spec.family, text, str(spec.adapter), alike, micro_batch, seq_len, stream, bf16
+    key = spec.family, text, str(spec.adapter), alike, micro_batch, seq_len, stream, bf16, packed
     if key not in _known:
-        _known[key] = _computed(spec, alike, micro_batch, seq_len, stream, bf16=bf16)
+        _known[key] = _computed(spec, alike, micro_batch, seq_len, stream, bf16=bf16, packed=packed)
     return _known[key]
 
 
@@ -53,7 +56,7 @@ def kinds_of_blocks(spec: ModelSpec) -> list[tuple[str, bool]]:
 
 
 def _computed(
-    spec: ModelSpec, block: int, micro_batch: int, seq_len: int, stream: torch.dtype, *, bf16: bool
+    spec: ModelSpec, block: int, micro_batch: int, seq_len: int, stream: torch.dtype, *, bf16: bool, packed: bool
 ) -> KeptBytes:
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
@@ -70,9 +73,13 @@ def _computed(
         table = torch.empty(1, seq_len, width)
         model._rotary = lambda *_: (table, table)
         hidden = torch.empty(micro_batch, seq_len, spec.hidden_size, dtype=stream)
+        positions = torch.zeros(micro_batch, seq_len, dtype=torch.int64) if packed else None
+        masks = model._attention_masks(hidden, positions)
+        model._attention_masks = lambda *_: masks  # type: ignore[method-assign]
         first, _ = _saved_by(model, hidden)
         second, of_products = _saved_by(model, hidden)
-        shared = {each.untyped_storage()._cdata for each in (*model.parameters(), table)}
+        of_all = (*model.parameters(), table, *(mask for mask in masks.values() if mask is not None))
+        shared = {each.untyped_storage()._cdata for each in of_all}
         own = second.keys() - first.keys() - shared
         return KeptBytes(sum(second[each].untyped_storage().nbytes() for each in own), of_products)
 

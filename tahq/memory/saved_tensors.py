@@ -19,7 +19,7 @@ and the gradient of its output (`deferred_by_*`), with activation checkpointing 
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,7 @@ from tahq.memory.config import Recompute
 from tahq.memory.dry_blocks import KeptBytes, kept_by_block, kinds_of_blocks
 from tahq.memory.small_floats.block_codes import stored_nbytes
 from tahq.models.families import head_dim, num_kv_heads
+from tahq.models.keyed_dropout import MASK_ALIGNMENT
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 
@@ -64,6 +65,7 @@ class MicroBatchShape:
     has_z_loss: bool = False  # `training.z_loss` above 0
     weight_nbytes: int = 4  # Bytes per element of a matrix
     residual_nbytes: int = 4  # r
+    packed: bool = False  # Whether rows have several records, which do not see each other
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +89,7 @@ class MicroBatchShape:
 
 
 def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
-    """Bytes that one micro-batch in flight keeps in a stage: Σ `saved_by_block`, rotary tables, and the ends.
+    """Bytes that one micro-batch in flight keeps in a stage: Σ `saved_by_block`, what blocks share, and the ends.
 
     Of the blocks from the first that is trained on; of the embedding if it is trained.
     """
@@ -95,7 +97,7 @@ def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) 
     inner = sum(saved_by_block(spec, block, shape) for block in trained)
     first = saved_by_embedding(spec, shape) if blocks.first and spec.first_trainable == 0 else 0
     last = saved_by_head(spec, shape) if blocks.last else 0
-    return inner + rotary_tables(spec, shape) + first + last
+    return inner + rotary_tables(spec, shape) + attention_masks(spec, trained, shape) + first + last
 
 
 def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
@@ -158,7 +160,8 @@ def _outputs(spec: ModelSpec) -> int:
 
 def _dry(spec: ModelSpec, block: int, shape: MicroBatchShape) -> KeptBytes:
     stream = torch.float32 if shape.residual_nbytes == _FP32 else torch.bfloat16
-    return kept_by_block(spec, block, shape.micro_batch, shape.seq_len, stream, bf16=shape.bf16)
+    sizes = shape.micro_batch, shape.seq_len, stream
+    return kept_by_block(spec, block, *sizes, bf16=shape.bf16, packed=shape.packed)
 
 
 def recomputed_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
@@ -194,10 +197,10 @@ def copied_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Bytes that the embedding keeps: int64 token ids, 8·T; positions, 8·S; dropout's mask, T·C."""
+    """Bytes that the embedding keeps: int64 token ids, 8·T; positions, 8·S, packed 8·T; dropout's mask, T·C."""
     layout = spec.layout
     dropped = layout.embedding_dropout is not None and getattr(spec.hf_config, layout.embedding_dropout) > 0
-    positions = 8 * shape.seq_len if layout.positions is not None else 0
+    positions = 8 * _num_positions(shape) if layout.positions is not None else 0
     return 8 * shape.num_tokens + positions + (shape.num_tokens * spec.hidden_size if dropped else 0)
 
 
@@ -357,22 +360,37 @@ def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
 def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Q, K, V and the output, a·T·D·(2·H + 2·K), and the softmax's part.
 
-    Fused: log-sum-exp in fp32, 4·T·H, and a mask of a·S² if there is a window. With dropout: softmax in fp32, the mask
-    in bytes and the dropped weights, (4 + 1 + a)·B·H·S²; the causal mask, S². With a mask or with dropout the fused
-    kernel cannot group keys and values: they are repeated for every query head.
+    Fused: log-sum-exp in fp32, 4·T·H. With dropout: softmax in fp32, the mask in bytes and the dropped weights,
+    (4 + 1 + a)·B·H·S²; the causal mask, S², or of packed rows B·S². With a mask or with dropout the fused kernel cannot
+    group keys and values: they are repeated for every query head.
     """
     config, squared, element = spec.hf_config, shape.seq_len**2, shape.element_nbytes
     heads, window = int(config.num_attention_heads), spec.layout.window(config, block)
     if "attention" in shape.stored_layers:
         channels = (number * head_dim(config) for number in (heads, num_kv_heads(config)))
         return 2 * sum(_stored(shape, each, element) for each in channels)
-    masked = window is not None and window <= shape.seq_len
     if _has_dropout(spec):
-        kv_heads, softmax = heads, shape.micro_batch * heads * squared * (_FP32 + 1 + element) + squared
+        num_masks = shape.micro_batch if shape.packed else 1
+        kv_heads, softmax = heads, shape.micro_batch * heads * squared * (_FP32 + 1 + element) + num_masks * squared
     else:
-        kv_heads = heads if masked else num_kv_heads(config)
-        softmax = _FP32 * shape.num_tokens * heads + (element * squared if masked else 0)
+        kv_heads = heads if _is_masked(window, shape) else num_kv_heads(config)
+        softmax = _FP32 * shape.num_tokens * heads
     return element * shape.num_tokens * head_dim(config) * (2 * heads + 2 * kv_heads) + softmax
+
+
+def _is_masked(window: int | None, shape: MicroBatchShape) -> bool:
+    """Whether attention needs more than the causal mask, which kernels have by themselves."""
+    return shape.packed or (window is not None and window <= shape.seq_len)
+
+
+def attention_masks(spec: ModelSpec, blocks: Iterable[int], shape: MicroBatchShape) -> int:
+    """The masks that blocks share: of each window a·S², or of packed rows a·B·S², rows at multiples of 16 elements.
+
+    Attention that is written out keeps none of them, but in bytes, unless it is computed again; counted are they all.
+    """
+    windows = {spec.layout.window(spec.hf_config, block) for block in blocks}
+    num = sum(_is_masked(window, shape) for window in windows) * (shape.micro_batch if shape.packed else 1)
+    return num * shape.element_nbytes * shape.seq_len * -(-shape.seq_len // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 def _fused_output(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
@@ -388,8 +406,13 @@ def _has_dropout(spec: ModelSpec) -> bool:
 
 
 def rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Cosine and sine, [S, D] in fp32 each, shared by all blocks."""
-    return 0 if spec.layout.rotary is None else 2 * _FP32 * shape.seq_len * head_dim(spec.hf_config)
+    """Cosine and sine, [S, D] in fp32 each, or packed [T, D], shared by all blocks."""
+    return 0 if spec.layout.rotary is None else 2 * _FP32 * _num_positions(shape) * head_dim(spec.hf_config)
+
+
+def _num_positions(shape: MicroBatchShape) -> int:
+    """S, or where each packed row has its own T."""
+    return shape.num_tokens if shape.packed else shape.seq_len
 
 
 def deferred_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:

@@ -37,8 +37,8 @@ _OPERATORS = {
 }
 """torch's fused kernels, and their results by the names that these have as arguments of the backward."""
 _WITH_STATISTICS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-_ALIGNMENT = 16
-"""Elements that a mask's row must be a multiple of, and a head's channels of half as many."""
+_HEAD_ALIGNMENT = 8
+"""Elements that a head's channels must be a multiple of."""
 _FLASH_BLOCK = 64
 """Positions of a block, by whose number flash attention's forward decides whether to divide its sums."""
 
@@ -79,9 +79,9 @@ def fused_attention(
         if kernels is not None:
             attended: torch.Tensor = _Causal.apply(query, key, value, scaling, kernels)  # type: ignore[no-untyped-call]
             return attended.transpose(1, 2)
-    if num_chunks == 1 or place not in _OPERATORS or (place[1] == "cuda" and query.shape[3] % (_ALIGNMENT // 2)):
+    if num_chunks == 1 or place not in _OPERATORS or (place[1] == "cuda" and query.shape[3] % _HEAD_ALIGNMENT):
         return None
-    bias = None if mask is None else _bias(mask, dtype)
+    bias = None if mask is None else mask.to(dtype)
     options = {"is_causal": is_causal, "scale": scaling, "dropout_p": 0.0, "compute_log_sumexp": True}
     output: torch.Tensor = _InChunks.apply(query, key, value, bias, num_chunks, *_OPERATORS[place], options)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2)
@@ -100,13 +100,6 @@ def _kernels_of(head_dim: int) -> Any:
     """`attention_kernels` where there is triton and they take so many channels, else None."""
     kernels: Any = import_module("tahq.models.attention_kernels") if find_spec("triton") else None
     return kernels if kernels is not None and head_dim in kernels.HEAD_DIMS else None
-
-
-def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a bool mask is true, else −∞; its rows begin at multiples of `_ALIGNMENT`."""
-    width = mask.shape[-1]
-    rows = torch.zeros(*mask.shape[:-1], -(-width // _ALIGNMENT) * _ALIGNMENT, dtype=dtype, device=mask.device)
-    return rows[..., :width].masked_fill_(~mask, float("-inf"))
 
 
 def _usable_chunks(query: torch.Tensor, key: torch.Tensor, num_chunks: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tahq.models.deferred_gradients import product_dtype
 from tahq.models.fused_attention import fused_attention
 from tahq.randomness import derive_seed
 
@@ -92,24 +93,37 @@ def key_dropout(tree: nn.Module, random: RandomContext) -> None:
             module.add_module("attn_dropout", KeyedDropout(float(p), f"{path}.attn_dropout", random))
 
 
+MASK_ALIGNMENT = 16
+"""Elements that a mask's rows begin at multiples of, so that kernels on CUDA make no copy."""
+
+
 def attention_mask(
-    num_positions: int, window: int | None, device: torch.device, positions: torch.Tensor | None = None
+    like: torch.Tensor, window: int | None, positions: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """The positions that each position attends to: bool [1 or B, 1, S, S], or None for plain causal masking.
+    """0 where a position attends to another, else −∞: [1 or B, 1, S, S], or None for plain causal masking.
 
     With a window w, position q attends to k when q − w < k ≤ q. Without `positions`, None is returned exactly where
-    transformers returns it, so that the fused kernel masks by itself and the bits agree. `positions`, int64 [B, S]: of
-    each token in its record, for rows whose records do not see each other.
+    transformers returns it, so that the fused kernel masks by itself and the bits agree. Kernels convert a bool mask in
+    every call and keep the result for the backward; this one has the type of products already, so blocks share it.
+
+    Args:
+        like: hidden states [B, S, C], on whose device and in the type of whose products the mask is.
+        window: w; None: there is none.
+        positions: int64 [B, S], of each token in its record, for rows whose records do not see each other.
     """
+    num_positions, device = like.shape[1], like.device
     if positions is None and (window is None or num_positions < window):
         return None
     at = torch.arange(num_positions, device=device)
     query, key = at[:, None], at[None, :]
     mask = key <= query if window is None else (key <= query) & (key > query - window)
-    if positions is None:
-        return mask[None, None]
-    first = at - positions  # of the record
-    return (mask & (first[:, :, None] == first[:, None, :]))[:, None]
+    mask = mask[None]
+    if positions is not None:
+        first = at - positions  # of the record
+        mask = mask & (first[:, :, None] == first[:, None, :])
+    width = -(-num_positions // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    rows = torch.zeros(len(mask), 1, num_positions, width, dtype=product_dtype(like), device=device)
+    return rows[..., :num_positions].masked_fill_(~mask[:, None], float("-inf"))
 
 
 def keyed_attention(
@@ -126,8 +140,8 @@ def keyed_attention(
     """softmax(QKᵀ · scaling + mask) V, with dropout on the weights in training: [B, S, H, D], and no weights.
 
     `module`: transformers' attention, with the `attn_dropout` that `key_dropout` adds, and `attention_chunks` where
-    `attend_in_chunks` was called. Query [B, H, S, D], key and value [B, K, S, D] with K dividing H. Mask: bool,
-    broadcast to [B, H, S, S]; None: causal. Scaling None: 1/√D. With a `softcap` c the scores s become c · tanh(s / c).
+    `attend_in_chunks` was called. Query [B, H, S, D], key and value [B, K, S, D] with K dividing H. Mask: as of
+    `attention_mask`. Scaling None: 1/√D. With a `softcap` c the scores s become c · tanh(s / c).
     """
     if dropout == 0.0 and softcap is None:
         num_chunks: Any = getattr(module, "attention_chunks", 1)
@@ -139,11 +153,13 @@ def keyed_attention(
         return result
     num_positions, groups = query.shape[2], query.shape[1] // key.shape[1]
     if attention_mask is None:
-        attention_mask = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).tril()
+        is_hidden = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).triu(1)
+    else:
+        is_hidden = attention_mask != 0
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~attention_mask, float("-inf"))
+    scores = scores.masked_fill(is_hidden, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = module.attn_dropout(weights)  # type: ignore[operator]
     return (weights @ value).transpose(1, 2).contiguous(), None

@@ -173,7 +173,7 @@ class ModelSlice(nn.Module):
     def through_blocks(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [B, S, C] before the slice's blocks to those behind them; `positions` as of `forward`."""
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
-        masks = {window: attention_mask(hidden.shape[1], window, hidden.device, positions) for window in set(windows)}
+        masks = self._attention_masks(hidden, positions)
         tables = self._rotary_tables(hidden, positions)
         for place, (index, window, block) in enumerate(zip(self.parts.blocks, windows, self.blocks(), strict=True)):
             run = partial(self._run, block, tables(index) | {"attention_mask": masks[window]})
@@ -190,6 +190,13 @@ class ModelSlice(nn.Module):
     def is_trained(self, name: str) -> bool:
         """See `ModelSpec.is_trained`."""
         return self.spec.is_trained(name)
+
+    def _attention_masks(
+        self, hidden: torch.Tensor, positions: torch.Tensor | None
+    ) -> dict[int | None, torch.Tensor | None]:
+        """By window; blocks with the same one share a mask."""
+        windows = {self.spec.layout.window(self._config, index) for index in self.parts.blocks}
+        return {window: attention_mask(hidden, window, positions) for window in windows}
 
     def _rotary_tables(self, hidden: torch.Tensor, positions: torch.Tensor | None) -> Callable[[int], dict[str, Any]]:
         """The argument of each block with its rotary tables, of which there is one for each kind of block."""
