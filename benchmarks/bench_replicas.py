@@ -84,11 +84,11 @@ def planned(values: dict[str, Any], replicas: int, stages: int) -> tuple[dict[st
     problem = problem_of(
         config, spec, estimated_numbers(config, spec)[0], PlanChoices(num_stages=stages, max_replicas=replicas)
     )
-    row = 4.0 * HIDDEN_SIZE * problem.model.num_states
     size = config.training.micro_batch  # for which a layer's seconds are set
-    option = MemoryOption({size: problem.model.options[0].held[size]}, block_nbytes=row)
-    found = plan(replace(problem, model=replace(problem.model, options=(option,))))
-    plans = found.replicas.plans if found.replicas is not None else (found.best.plan,)
+    option = MemoryOption({size: problem.model.options[0].held[size]}, block_nbytes=16.0 * HIDDEN_SIZE)
+    trained = float(HIDDEN_SIZE), 0.0, 0.0
+    found = plan(replace(problem, model=replace(problem.model, options=(option,), trained=trained)))
+    plans = found.pipelines
     if len(plans) != replicas:
         raise AssertionError(f"planned {len(plans)} replicas, expected {replicas}")
     hosts = [host for each in plans for host in each.hosts]

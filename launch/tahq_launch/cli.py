@@ -72,7 +72,8 @@ def launch(
     with placed_errors(cluster_yaml, overrides or ()):
         from tahq_launch.dashboard.process import check_installed
         from tahq_launch.joining.gathered_machines import with_joined
-        from tahq_launch.plan.first_plan import StoppedError, planned_start
+        from tahq_launch.plan.first_numbers import StoppedError
+        from tahq_launch.plan.first_plan import planned_start
         from tahq_launch.start.preflight import reachable_start, refuse
         from tahq_launch.start.prepared_run import StartRequest, with_run_name
 
@@ -205,7 +206,8 @@ def coordinator(
     """
     from tahq.config.file import placed_errors
     from tahq_launch.joining.gathered_machines import with_joined
-    from tahq_launch.plan.first_plan import StoppedError, planned_start
+    from tahq_launch.plan.first_numbers import StoppedError
+    from tahq_launch.plan.first_plan import planned_start
     from tahq_launch.start.launcher import serve
     from tahq_launch.start.prepared_run import StartRequest, with_run_name
 

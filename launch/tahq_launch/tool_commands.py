@@ -42,8 +42,11 @@ def plan(
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: the fastest number.")] = None,
     max_replicas: Annotated[
-        int, typer.Option(min=1, help="Largest number of pipeline replicas, each on its own hosts.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, help="Largest number of pipeline replicas, each on its own hosts. Default: 1; with adapters 16."
+        ),
+    ] = None,
     write: Annotated[
         Path | None,
         typer.Option(

@@ -7,14 +7,14 @@ afford, and replicas put pipelines side by side. Pure: equal problems give equal
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import accumulate, permutations
 from operator import attrgetter
 
 import numpy as np
 
 from tahq.comm.network_model import transmission_s
 from tahq.errors import UserError
-from tahq.memory.agoq.stored_gradients import stored_gradient_nbytes
+from tahq.pipeline.gradient_sum import BUCKET, sum_codec
 from tahq.plan.prediction import Prediction, is_long, predict
 from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.candidates import MAX_ALL_HOSTS, CandidateSearch, Progress
@@ -22,6 +22,7 @@ from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations
 from tahq.plan.search.stages import StageCosts, depth_profiles
 from tahq.plan.search.table import ClusterTable
+from tahq.quant.config import WireConfig
 from tahq.units import format_size
 
 _WORTH_ANOTHER_ORDER = 0.002
@@ -44,18 +45,23 @@ class Replicas:
 
         T = max_r T_r + max_s (2·(R − 1)/R · bytes_s / rate_s) + 2·latency
 
-    with the FP8 codes of the stage's gradients, at the slowest rate of its hosts, and the longest latency between two
-    of them. Coding is not counted, and neither is that later stages begin earlier.
+    with the stage's gradients as `wire.all_reduce` encodes them, at the slowest rate of its hosts, and the longest
+    latency between two of them. Coding is not counted, and neither is that later stages begin earlier.
     """
 
     plans: tuple[PipelinePlan, ...]
-    step_s: float
+    slowest: Prediction
     all_reduce_s: float
+
+    @property
+    def step_s(self) -> float:
+        """T."""
+        return self.slowest.step_s + self.all_reduce_s
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The planner's result: the best plan (with replicas, that of the fastest one, alone) and the others by speed.
+    """The planner's result: the best plan of one pipeline, and the others by speed.
 
     `replicas` is None where one pipeline is best, or no more are allowed.
     """
@@ -65,6 +71,16 @@ class Planned:
     others: tuple[PipelinePlan, ...]
     replicas: Replicas | None
     num_simulated: int
+
+    @property
+    def pipelines(self) -> tuple[PipelinePlan, ...]:
+        """The replicas, or the best plan alone."""
+        return (self.best.plan,) if self.replicas is None else self.replicas.plans
+
+    @property
+    def slowest(self) -> Prediction:
+        """Of `pipelines`."""
+        return self.best if self.replicas is None else self.replicas.slowest
 
     @property
     def step_s(self) -> float:
@@ -174,9 +190,8 @@ def _replicas(table: ClusterTable, first: PipelinePlan, progress: Progress) -> R
         part = _part(progress, 0.5 + 0.5 * number / len(shapes), 0.5 + 0.5 * (number + 1) / len(shapes))
         plans = _side_by_side(table, count, stages, part)
         if plans:
-            all_reduce_s = _all_reduce_s(table, plans)
-            slowest_s = max(predict(table, plan).step_s for plan in plans)
-            found.append(Replicas(plans, slowest_s + all_reduce_s, all_reduce_s))
+            slowest = max((predict(table, plan) for plan in plans), key=attrgetter("step_s"))
+            found.append(Replicas(plans, slowest, _all_reduce_s(table, plans)))
     return min(found, key=attrgetter("step_s"), default=None)
 
 
@@ -238,12 +253,15 @@ def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
 
 
 def _sum_nbytes(table: ClusterTable, plan: PipelinePlan) -> list[float]:
-    """Of the FP8 codes of each stage's gradients."""
-    model, option = table.problem.model, table.problem.model.options[0]
-    weights = [layers * option.block_nbytes for layers in plan.layers]
-    weights[0] += option.first_nbytes
-    weights[-1] += option.last_nbytes
-    return [stored_gradient_nbytes(int(each / model.num_states / np.float32().itemsize)) for each in weights]
+    """Of each stage's gradients, encoded."""
+    model = table.problem.model
+    block, first, last = model.trained
+    of_blocks = zip(plan.layers, accumulate(plan.layers), strict=True)
+    numels = [block * max(0, min(layers, stop - model.first_trainable)) for layers, stop in of_blocks]
+    numels[0] += first
+    numels[-1] += last
+    bucket_nbytes = sum_codec(table.problem.all_reduce, WireConfig()).encoded_nbytes((BUCKET,))
+    return [numel / BUCKET * bucket_nbytes for numel in numels]
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tahq.comm.link.spec import First
 from tahq.memory.config import Offload, Recompute
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.quant import get_codec
+from tahq.quant.config import FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,10 @@ class HeldBytes:
 
     block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss.
     block_put_off, last_put_off: what is kept beyond that while only gradients of weights are missing. stage: what any
-    stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and its
-    head where that is low-rank, once. again: a block that is recomputed, and its largest matrix where that is low-rank,
-    once; never while there are logits. With gradients in 8 bits both include the largest in fp32. streamed: a block's
-    residual stream that is in host memory instead.
+    stage keeps, rotary tables and masks. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage,
+    and its head where that is low-rank, once. again: a block that is recomputed, and its largest matrix where that is
+    low-rank, once; never while there are logits. With gradients in 8 bits both include the largest in fp32. streamed: a
+    block's residual stream that is in host memory instead.
     """
 
     block: float = 0.0
@@ -81,7 +82,8 @@ class ModelNumbers:
         options: of which each stage takes the fastest that fits; all with the same micro-batch sizes, those that may be
             chosen.
         attached_nbytes: most bytes that travel behind a tensor (`training.router_aux_loss`).
-        num_states: bytes of the first option's weights, gradients and optimizer, as multiples of fp32 weights.
+        trained: elements that are trained of a block from `first_trainable` on, and of each end of the model; replicas
+            sum their gradients.
     """
 
     num_layers: int
@@ -89,9 +91,9 @@ class ModelNumbers:
     seq_len: int
     global_batch: int
     options: tuple[MemoryOption, ...]
-    num_states: float = 4.0
     first_trainable: int = 0
     attached_nbytes: int = 0
+    trained: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -117,6 +119,7 @@ class PlanProblem:
         num_stages: the number of stages; None: the best one.
         in_order: whether all hosts are used, in the order of the list.
         max_replicas: most pipelines side by side, on separate hosts.
+        all_reduce: codec of the gradients that they sum.
         chunks_per_stage: of an interleaved schedule.
         piece_nbytes: a frame's largest piece; None: frames are whole.
         firsts: which frames may go first on an uplink; the search takes the first of them.
@@ -130,6 +133,7 @@ class PlanProblem:
     num_stages: int | None = None
     in_order: bool = False
     max_replicas: int = 1
+    all_reduce: str = FP8
     chunks_per_stage: int = 2
     piece_nbytes: int | None = None
     firsts: tuple[First, ...] = ("oldest",)

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from itertools import permutations
 
 import pytest
 import yaml
@@ -17,7 +18,8 @@ from tahq.errors import UserError
 from tahq.memory import estimate
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.plan.first_plan import cache_path, first_plan, open_micro_batches
+from tahq_launch.plan.first_numbers import cache_path, open_micro_batches
+from tahq_launch.plan.first_plan import first_plan
 from tahq_launch.plan.measure import write_numbers
 from tahq_launch.start.prepared_run import StartRequest, continued_config
 from tahq_launch.start.resolution import resolve_for_run
@@ -228,6 +230,25 @@ def test_slow_paths_get_the_fewest_bits_that_quality_allows(planned):
     default = resolve_for_run(load_config_of(OPEN)).wire
     assert wire.activations == default.activations
     assert wire.gradients in (default.gradients, "eden:bits=2,group=256")  # the other direction is the slower one
+
+
+ADAPTERS = OPEN | FOUR_HOSTS | {"adapter": {"rank": 1, "targets": ["c_attn"]}}
+SLOW_PATHS = {(a["address"], b["address"]): 1e5 for a, b in permutations(FOUR_HOSTS["hosts"], 2)}
+
+
+def test_adapters_of_hosts_apart_get_replicas_which_a_resumed_run_keeps(planned):
+    found = planned(ADAPTERS, speeds=(0.003,) * 4, rates=SLOW_PATHS)
+    pipeline = found.config.pipeline
+    assert (pipeline.stages, pipeline.replicas, len(found.config.hosts)) == (1, 4, 4)
+    (line,) = [each for each in found.lines if "(pipeline.replicas)" in each]
+    assert re.match(r"  4 replicas, which sum gradients for .* s per step; as one pipeline [\d,]+ tokens/s", line)
+    old = found.config.model_dump(mode="json")
+    assert continued_config(old, load_config_of(ADAPTERS)).pipeline.replicas == 4
+    one = ADAPTERS | {"pipeline": {"replicas": 1}}
+    assert planned(one, speeds=(0.003,) * 4, rates=SLOW_PATHS).config.pipeline.replicas == 1
+    assert continued_config(old, load_config_of(one)).pipeline.replicas == 1
+    full = {key: each for key, each in ADAPTERS.items() if key != "adapter"}
+    assert planned(full, speeds=(0.003,) * 4, rates=SLOW_PATHS).config.pipeline.replicas == 1
 
 
 UNLIKE = {

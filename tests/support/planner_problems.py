@@ -9,7 +9,8 @@ from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PlanProblem
 def model(num_layers=6, global_batch=4, *, held=0.0, block=0.0, **changes) -> ModelNumbers:
     sizes = divisors(global_batch)
     kept = {size: HeldBytes(block=size * held) for size in sizes}
-    return ModelNumbers(num_layers, 64, 64, global_batch, (MemoryOption(kept, block),), **changes)
+    trained = block / 16, 0.0, 0.0  # weights, gradients and two moments in fp32
+    return ModelNumbers(num_layers, 64, 64, global_batch, (MemoryOption(kept, block),), trained=trained, **changes)
 
 
 def host(name, forward=0.01, backward=None, *, size=1, **numbers) -> HostNumbers:
@@ -54,7 +55,7 @@ def random_problem(seed, num_hosts=3, num_layers=5, global_batch=4, schedules=("
         if one.name < other.name
     ]
     return PlanProblem(
-        model(num_layers, global_batch, held=25_000.0, block=100_000.0, num_states=4),
+        model(num_layers, global_batch, held=25_000.0, block=100_000.0),
         ClusterNumbers(hosts=hosts, paths=paths),
         schedules=schedules,
         piece_nbytes=None,

@@ -27,6 +27,7 @@ from tahq_launch.command_line import check_writable, plain_table, progress_of
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers
 from tahq_launch.plan.planned_file import write_planned
 from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
+from tahq_launch.plan.replicas import most_replicas
 from tahq_launch.start.resolution import needed_connections, resolve_for_run
 
 _GRID_WIDTH = 100
@@ -65,6 +66,8 @@ def plan_cluster(
     with placed_errors(config_path, overrides):
         config = resolve_for_run(load_config(config_path, overrides))
         spec = resolved_spec(config, None)
+    if choices.max_replicas is None:
+        choices = replace(choices, max_replicas=most_replicas(config))
     if numbers is None:
         cluster, origins = estimated_numbers(config, spec)
     else:
@@ -78,7 +81,7 @@ def plan_cluster(
         planned=planned,
         origins=(*origins, *interpolated_times(planned), *_stand_ins(planned)),
         given=predict(planned.table, given) if given is not None else None,
-        bottleneck=bottleneck(planned.table, planned.best),
+        bottleneck=bottleneck(planned.table, planned.slowest),
         second=second_best(planned),
         what_ifs=what_ifs(planned),
     )
@@ -96,7 +99,7 @@ def plan_cluster(
 
 def interpolated_times(planned: Planned) -> list[str]:
     """A line if the plan's micro-batch was not measured."""
-    table, plan = planned.table, planned.best.plan
+    table, plan = planned.table, planned.slowest.plan
     measured = [{times.micro_batch for times in table.problem.cluster.hosts[host].compute} for host in plan.hosts]
     if all(plan.micro_batch in sizes for sizes in measured):
         return []
@@ -106,7 +109,7 @@ def interpolated_times(planned: Planned) -> list[str]:
 
 def _stand_ins(planned: Planned) -> list[str]:
     """A line for each codec that takes its times from another."""
-    table, plan = planned.table, planned.best.plan
+    table, plan = planned.table, planned.slowest.plan
     used = dict.fromkeys((*plan.activations, *plan.gradients))
     stand_ins = dict.fromkeys((codec, table.codec_stand_in(host, codec)) for codec in used for host in plan.hosts)
     return [
@@ -120,9 +123,8 @@ def _write_planned(
     path: Path, config_path: Path, overrides: Sequence[str], config: ClusterConfig, planned: Planned
 ) -> Sequence[str]:
     """Write a cluster.yaml with the plan in it; returns notes on what it cannot express."""
-    plans = planned.replicas.plans if planned.replicas is not None else [planned.best.plan]
-    hosts = [host for plan in plans for host in plan.hosts]
-    done, notes = planned_config(config, planned.table, plans[0], hosts)
+    hosts = [host for plan in planned.pipelines for host in plan.hosts]
+    done, notes = planned_config(config, planned.table, planned.slowest.plan, hosts)
     write_planned(path, config_path, overrides, done, planned.tokens_per_s)
     return notes
 
@@ -231,12 +233,14 @@ def report(explained: PlanExplanation) -> str:
 
 
 def _head(explained: PlanExplanation) -> str:
-    planned, plan = explained.planned, explained.planned.best.plan
+    planned, plan = explained.planned, explained.planned.slowest.plan
     chunks = f" with {plan.chunks_per_stage} chunks per stage" if plan.chunks_per_stage > 1 else ""
     tokens = planned.table.problem.tokens_per_step()
+    count = len(planned.pipelines)
+    times, num_hosts = f"{count} replicas of " * (count > 1), count * plan.num_stages
     lines = [
         f"Predicted: {_tokens(planned.tokens_per_s)}, {planned.step_s:.3f} s per step of {tokens:,} tokens",
-        f"  {_plural(plan.num_stages, 'stage')} on {plan.num_stages} of {_plural(planned.table.num_hosts, 'host')}; "
+        f"  {times}{_plural(plan.num_stages, 'stage')} on {num_hosts} of {_plural(planned.table.num_hosts, 'host')}; "
         f"schedule {plan.schedule}{chunks}; "
         f"{_plural(plan.num_micro_batches, 'micro-batch')} of {_plural(plan.micro_batch, 'sample')}",
         *([f"  {plan.first} go first on an uplink"] if plan.first != "oldest" else []),
@@ -246,7 +250,7 @@ def _head(explained: PlanExplanation) -> str:
 
 
 def _stages(planned: Planned) -> str:
-    best, table = planned.best, planned.table
+    best, table = planned.slowest, planned.table
     needed, hosts = shares(table, best), best.plan.hosts
     rows = []
     for stage, (name, host) in enumerate(zip(named(table.problem, hosts), hosts, strict=True)):
@@ -259,7 +263,7 @@ def _stages(planned: Planned) -> str:
 
 
 def _links(planned: Planned) -> str:
-    table, plan = planned.table, planned.best.plan
+    table, plan = planned.table, planned.slowest.plan
     names = named(table.problem, plan.hosts)
     rows = []
     for cut in range(plan.num_stages - 1):
@@ -294,7 +298,7 @@ def _replicas(planned: Planned) -> str:
 
 def _bottleneck(planned: Planned, limit: Bottleneck) -> str:
     kind, index = limit.resource
-    names = named(planned.table.problem, planned.best.plan.hosts)
+    names = named(planned.table.problem, planned.slowest.plan.hosts)
     share = f"{limit.share:.0%} of the step"
     if kind == "fill":
         return (
@@ -310,7 +314,7 @@ def _bottleneck(planned: Planned, limit: Bottleneck) -> str:
     if kind != "depth":
         return f"{resource}, needed for {share}"
     return (
-        f"{resource}, whose {planned.best.in_flight[index]} micro-batches in flight do not cover the round trip of "
+        f"{resource}, whose {planned.slowest.in_flight[index]} micro-batches in flight do not cover the round trip of "
         f"their gradients: at least {share}"
     )
 
@@ -360,7 +364,7 @@ def as_json(explained: PlanExplanation) -> dict[str, Any]:
     return {
         "tokens_per_s": planned.tokens_per_s,
         "step_s": planned.step_s,
-        "plan": _plan_json(planned, planned.best),
+        "plan": _plan_json(planned, planned.slowest),
         "bottleneck": {"resource": limit.resource[0], "index": limit.resource[1], "share": limit.share},
         "given": _plan_json(planned, explained.given),
         "second_best": _plan_json(planned, explained.second),

@@ -1,61 +1,45 @@
 """What `tahq-launch` chooses before a run's first step, with `pipeline.balance: measured`, the default.
 
 The workers are started once to measure: only free memory if the cache has the other figures of these hosts and this
-model. Then the planner chooses what cluster.yaml leaves open: hosts and their order, layers, micro-batch, codecs, and
-the schedule that the run begins with. The result is a configuration in which all of it is set.
+model. Then the planner chooses what cluster.yaml leaves open: hosts and their order, layers, micro-batch, codecs, the
+schedule that the run begins with and, for adapters, replicas. The result is a configuration in which all of it is set.
 """
 
-import hashlib
-import json
 import logging
-import os
-import platform
-import shutil
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import ValidationError
 
-from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, yaml_flow
 from tahq.config.stage_estimate import memory_lines, with_memory_choices
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
-from tahq.data.token_stream import cache_folder
-from tahq.errors import ConfigError, UserError
+from tahq.errors import UserError
 from tahq.memory.config import Gradients
-from tahq.memory.free_memory import free_bytes
 from tahq.models.model_spec import ModelSpec
 from tahq.observe.metrics_reader import median_step
-from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
-from tahq.plan.measure.measurement import MeasureRequest, in_megabytes
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers
 from tahq.plan.planner import NothingFitsError, Planned, plan
-from tahq.plan.problem import PlanProblem, divisors, named
+from tahq.plan.problem import PlanProblem, named
 from tahq.plan.search.codecs import LADDER
 from tahq.plan.search.stages import StageCosts
 from tahq.quant import CodecSpec
 from tahq.quant.quality import FLOOR, expected_gap
 from tahq.typed_yaml.mistakes import Origins, validated
-from tahq.units import WRITTEN_BY_HAND
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
-from tahq_launch.plan.measure import measured, write_numbers
-from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers, stage_device
+from tahq_launch.plan.first_numbers import completed, first_numbers, measures_paths, open_micro_batches, with_share
 from tahq_launch.plan.problem import PlanChoices, problem_of
-from tahq_launch.plan.replicas import for_all_replicas, one_replica, slowest_replica
+from tahq_launch.plan.replicas import for_all_replicas, most_replicas, one_replica, slowest_replica
 from tahq_launch.plan.step_traffic import link_speeds
-from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.local_checks import check_reachable
 from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines, stages_by_hand
 from tahq_launch.start.resolution import resolve_for_run
@@ -64,12 +48,6 @@ from tahq_launch.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 
-COMPUTE_S = 4.0
-"""After so long no worker times a larger micro-batch."""
-STREAM_S = 0.5
-"""Shortest duration of a stream between two hosts."""
-HOLDS_S = {True: 24 * 3600.0, False: 7 * 24 * 3600.0}
-"""How long measurements are used, with paths between hosts and without."""
 NO_LONGER = 1.5
 """Figures that a stage's compute differs from by this factor are measured again at the next start."""
 _NOT_MEASURED = (
@@ -89,14 +67,6 @@ _CHANGES: tuple[Mapping[str, Any], ...] = (
     },
 )
 """Changes of the arithmetic that save memory, those that change least first; offered where no exact option fits."""
-_MEMORIES = ("memory", "host_memory")
-_OF_MACHINE = ("compute", "device", "memory", "host_memory", "host_link", "codecs")
-"""Figures of a host that are not those of its links."""
-_LOOPBACK_BITS_PER_S = 4e9
-"""Between stages of one machine whose links are not shaped: the copies to the host and back count, too. Frames of 6.6
-and 52 MB between stages on one H200 were carried at 3.3 Gbit/s."""
-_LIGHTEST_CODECS = ("raw:dtype=bf16", "fixed:bits=8")
-"""Timed besides those of fewest bits, for all others of the ladders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +95,6 @@ class FirstPlan:
                 )
                 self.cached.unlink(missing_ok=True)
                 return
-
-
-class StoppedError(Exception):
-    """The measurement ended with this status before it was complete; its reason has been printed."""
-
-    def __init__(self, exit_status: int) -> None:
-        super().__init__(exit_status)
-        self.exit_status = exit_status
 
 
 def planned_start(start: StartRequest, *, measures: bool = True, starts_workers: bool = True) -> StartRequest:
@@ -172,44 +134,25 @@ def first_plan(
         return None
     config = resolve_for_run(given)
     spec = resolved_spec(config, None)
-    sizes = open_micro_batches(given)
     by_hand = stages_by_hand(config, starts_workers=starts_workers)
-    has_paths = isinstance(config.hosts, list) or bool(by_hand)  # else the links are those that are configured
-    path = cache_path(config, sizes, has_paths=has_paths)
-    found = _given_numbers(given) or _cached(path, HOLDS_S[has_paths])
-    measures &= given.links.measured is None
     # invited machines get the stage that the plan gives their key
     keeps_order = start.keeps_order or (by_hand and not start.joined)
     may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
 
     def left_open(measured: ClusterNumbers) -> _Open:
-        cluster = _completed(config, spec, measured, has_paths=has_paths)
+        cluster = completed(config, spec, measured, has_paths=measures_paths(config, by_hand))
         return _Open(given, one_replica(config), spec, slowest_replica(config, cluster), cluster, may_reorder)
 
     def needs_codecs(measured: ClusterNumbers) -> bool:
         return left_open(measured).needs_codecs()
 
-    lacks_codecs = measures and found is not None and needs_codecs(_with_unlimited_memory(found[0]))
-    if measures and found is not None and not lacks_codecs and not by_hand and _computes_on_this_cpu(config):
-        found = _with_free_memory(found[0], config.pipeline.num_workers), f"{found[1]}, free memory just now"
-    elif measures:
-        own = () if has_paths else ("hosts=local", "links={}", f"emulate={_sleep_alone(config)}")
-        start = replace(start, overrides=(*start.overrides, *own))
-        request = _request(config, sizes, has_paths, needs_codecs)
-        if found is not None:
-            codecs = request.codecs if lacks_codecs else ()
-            request = MeasureRequest((), codecs, access=False, paths=False, known=found[0])
-        cluster, address = _measured(start, request, by_hand, starts_workers)
-        if found is None or lacks_codecs:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_numbers(cluster, path, is_complete=True)
-        announce("measured; planning")
-        found = cluster, f"{found[1]}, free memory just now" if found else "measured just now"
-        config = _bound_to(config, address) if by_hand else config
+    found = first_numbers(given, config, start, needs_codecs, measures=measures, starts_workers=starts_workers)
     if found is None:
         return None
-    cluster, origin = found
-    whole, choices = config, left_open(cluster)
+    if by_hand and found.address:
+        config = _bound_to(config, found.address)
+    origin = found.origin
+    whole, choices = config, left_open(found.cluster)
     try:
         config, planned = choices.planned()
     except NothingFitsError:
@@ -220,38 +163,18 @@ def first_plan(
         found_plan,
         compute_s=_compute_s(planned),
         config=for_all_replicas(found_plan.config, whole),
-        cached=path if given.links.measured is None else None,
-        joins_again=measures and bool(by_hand),
+        cached=found.cached,
+        joins_again=bool(by_hand and found.address),
         figures=choices.figures,
     )
 
 
-def _computes_on_this_cpu(config: ClusterConfig) -> bool:
-    stages = range(config.pipeline.num_workers)
-    return isinstance(config.hosts, str) and all(stage_device(config, stage).type == "cpu" for stage in stages)
-
-
-def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbers:
-    """The figures of workers on this machine, each with its share of the memory that is free now."""
-    share = in_megabytes(free_bytes(torch.device("cpu")) // num_workers)
-    return cluster.model_copy(update={"hosts": [host.model_copy(update={"memory": share}) for host in cluster.hosts]})
-
-
-def _sleep_alone(config: ClusterConfig) -> str:
-    """`emulate` without its network, as an override."""
-    return yaml_flow(config.emulate.model_dump(mode="json", context=WRITTEN_BY_HAND, include={"sleep"}))
+def _is_raw(codec: str) -> bool:
+    return CodecSpec.parse(codec).name == "raw"
 
 
 def _is_set(section: Any, key: str) -> bool:
     return key in section.model_fields_set
-
-
-def open_micro_batches(given: ClusterConfig) -> tuple[int, ...]:
-    """The sizes to choose from."""
-    training = given.training
-    if _is_set(training, "micro_batch") or training.is_fused or given.emulate.sleep is not None:
-        return (training.micro_batch,)
-    return divisors(training.global_batch // given.pipeline.replicas)
 
 
 def _codecs(given: ClusterConfig) -> dict[str, tuple[str, ...]]:
@@ -265,130 +188,6 @@ def _codecs(given: ClusterConfig) -> dict[str, tuple[str, ...]]:
             names = (*ladder[: ladder.index(floor) if floor in ladder else None], floor)
         found[direction] = tuple(dict.fromkeys(str(CodecSpec.parse(name)) for name in names))
     return found
-
-
-# -- numbers -------------------------------------------------------------------------------------
-
-
-def _given_numbers(given: ClusterConfig) -> tuple[ClusterNumbers, str] | None:
-    if given.links.measured is None:
-        return None
-    path = Path(given.links.measured)
-    cluster = read_numbers(path)
-    check_names(given, cluster, path)
-    return cluster, f"from {path}"
-
-
-def cache_path(config: ClusterConfig, sizes: Sequence[int], *, has_paths: bool = False) -> Path:
-    """The file for the figures of these hosts and this model: whatever they depend on is in its name."""
-    parts: dict[str, Any] = {
-        "versions": (__version__, torch.__version__, platform.node(), os.cpu_count()),
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "sizes": list(sizes),
-        "gpu": "alone",
-        "paths": has_paths,
-        **{name: config.model_dump(mode="json")[name] for name in ("model", "data", "memory", "wire", "hosts")},
-        "sleep": config.emulate.model_dump(mode="json", include={"sleep"}),
-        "training": config.training.model_dump(mode="json", include={"precision", "optimizer"}),
-        "run": (config.run.device, config.run.threads),
-        "stages": config.pipeline.num_workers,
-    }
-    if has_paths:  # they are capped by what is imitated, and may need the relay
-        parts["relay"] = config.run.relay != "never"
-        parts["links"] = config.emulate.model_dump(mode="json", include={"rate", "delay"})
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return cache_folder() / "measured" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.yaml"
-
-
-def _cached(path: Path, holds_s: float) -> tuple[ClusterNumbers, str] | None:
-    """Figures that still hold."""
-    try:
-        age_s = time.time() - path.stat().st_mtime
-        if age_s > holds_s:
-            return None
-        return read_numbers(path), f"measured {_ago(age_s)} ({path})"
-    except (OSError, ConfigError):
-        return None
-
-
-def _ago(age_s: float) -> str:
-    for unit, unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if age_s >= unit_s:
-            count = int(age_s / unit_s)
-            return f"{count} {unit}{'s' * (count > 1)} ago"
-    return "less than a minute ago"
-
-
-def _is_raw(codec: str) -> bool:
-    return CodecSpec.parse(codec).name == "raw"
-
-
-def _request(
-    config: ClusterConfig, sizes: Sequence[int], has_paths: bool, needs_codecs: Callable[[ClusterNumbers], bool]
-) -> MeasureRequest:
-    codecs = (config.wire.activations, config.wire.gradients, *_LIGHTEST_CODECS)
-    return MeasureRequest(
-        tuple(sizes),
-        tuple(dict.fromkeys(str(CodecSpec.parse(codec)) for codec in codecs)),
-        seconds=STREAM_S,
-        parallel=True,
-        access=False,
-        paths=has_paths,
-        compute_s=COMPUTE_S,
-        needs_codecs=needs_codecs,
-    )
-
-
-def _measured(
-    start: StartRequest, request: MeasureRequest, by_hand: frozenset[int], starts_workers: bool
-) -> tuple[ClusterNumbers, str]:
-    """Have the workers measure; returns the figures, and the coordinator's address."""
-    folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
-    try:
-        status, cluster, address = measured(start, request, folder, starts_workers=starts_workers, join_again=by_hand)
-    except UserError:
-        shutil.rmtree(folder)
-        raise
-    if status in ORDERLY:
-        shutil.rmtree(folder)
-    else:
-        announce(f"no run was begun; the workers' logs are in {folder}")
-    if status > 0 or cluster is None:
-        raise StoppedError(status or 1)
-    return cluster, address
-
-
-def _bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
-    """The configuration with the port that workers are about to dial again."""
-    bind = f"{config.run.bind.rpartition(':')[0]}:{address.rpartition(':')[2]}"
-    return _with(config, "run", bind=bind)
-
-
-def _completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
-    """The figures with a share of the memory left free, and, on this machine, with the configured links."""
-    cluster = _with_share(cluster, MEMORY_SHARE)
-    if has_paths:
-        return cluster
-    configured, _ = estimated_numbers(config, spec)
-    links = {} if link_speeds(config).is_shaped else dict.fromkeys(("up", "down"), _LOOPBACK_BITS_PER_S)
-    # stages of one machine are equal, whatever their measurements met
-    alike = {} if config.emulate.sleep else {"compute": _of_one_machine([host.compute for host in cluster.hosts])}
-    merged = [
-        host.model_copy(update={key: getattr(own, key) for key in _OF_MACHINE} | alike | links)
-        for host, own in zip(configured.hosts, cluster.hosts, strict=True)
-    ]
-    return configured.model_copy(update={"hosts": merged})
-
-
-def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
-    """The medians over workers that measured the same at the same time."""
-    rows = []
-    for times in zip(*hosts, strict=False):
-        values = [each.model_dump() for each in times]
-        keys = {key for key in values[0] if key not in ("micro_batch", "block_activation_bytes")}
-        medians = {key: statistics.median(row[key] for row in values) for key in keys if values[0][key] is not None}
-        rows.append(times[0].model_copy(update=medians))
-    return rows
 
 
 # -- the plan ------------------------------------------------------------------------------------
@@ -412,7 +211,7 @@ class _Open:
         if not any(len(codecs) > 1 for codecs in self.codecs().values()):
             return not all(map(_is_raw, self.config.wire.specs().values()))
         try:
-            best = self.planned()[1].best.plan
+            best = self.planned()[1].slowest.plan
         except NothingFitsError:
             return True
         return not all(map(_is_raw, (*best.activations, *best.gradients)))
@@ -429,14 +228,15 @@ class _Open:
         schedules = () if config.pipeline.schedule == "auto" else (config.pipeline.schedule,)
         if not schedules and config.pipeline.depths is not None:
             schedules = ("1f1b",)  # which takes any depths
-        choices = PlanChoices(schedules=schedules)
+        by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
+        is_listed = any(isinstance(each, list | tuple) for each in (*by_stage, *given.memory.offload))
+        may_leave_out = self.may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
+        may_replicate = may_leave_out and not _is_set(given.pipeline, "replicas")
+        choices = PlanChoices(schedules=schedules, max_replicas=most_replicas(given) if may_replicate else 1)
         problem = problem_of(config, self.spec, self.cluster, choices, given.optimizer_shares)
         sizes = _measured_sizes(self.cluster.hosts) & set(open_micro_batches(given))
         sizes = sizes or {config.training.micro_batch}  # whose times are interpolated
         codecs = self.codecs()
-        by_stage = given.pipeline.in_flight, given.memory.agoq.bits, given.memory.recompute
-        is_listed = any(isinstance(each, list | tuple) for each in (*by_stage, *given.memory.offload))
-        may_leave_out = self.may_reorder and not is_listed and not _is_set(given.pipeline, "stages")
         return replace(
             problem,
             model=problem.model.with_sizes(sizes),
@@ -466,7 +266,7 @@ class _Open:
     def tightly_planned(self) -> tuple[ClusterConfig, Planned]:
         """`planned` with all of the memory; UserError, with the first change that would help, if that is too little."""
         try:
-            return replace(self, cluster=_with_share(self.cluster, 1 / MEMORY_SHARE)).planned()
+            return replace(self, cluster=with_share(self.cluster, 1 / MEMORY_SHARE)).planned()
         except NothingFitsError as error:
             for change in _CHANGES:
                 with suppress(NothingFitsError, ValidationError):
@@ -489,18 +289,10 @@ def _with(config: ClusterConfig, section: str, **changes: Any) -> ClusterConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
-def _with_share(cluster: ClusterNumbers, share: float) -> ClusterNumbers:
-    """The figures with this share of each host's memory."""
-    hosts = [
-        host.model_copy(update={key: int(share * (getattr(host, key) or 0)) or None for key in _MEMORIES})
-        for host in cluster.hosts
-    ]
-    return cluster.model_copy(update={"hosts": hosts})
-
-
-def _with_unlimited_memory(cluster: ClusterNumbers) -> ClusterNumbers:
-    hosts = [host.model_copy(update=dict.fromkeys(_MEMORIES)) for host in cluster.hosts]
-    return cluster.model_copy(update={"hosts": hosts})
+def _bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
+    """The configuration with the port that workers are about to dial again."""
+    bind = f"{config.run.bind.rpartition(':')[0]}:{address.rpartition(':')[2]}"
+    return _with(config, "run", bind=bind)
 
 
 def _measured_sizes(hosts: Sequence[HostNumbers]) -> set[int]:
@@ -517,8 +309,9 @@ def _changed(config: ClusterConfig, change: Mapping[str, Any]) -> ClusterConfig:
 
 
 def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planned: Planned, origin: str) -> FirstPlan:
-    best, table = planned.best.plan, planned.table
-    done, notes = planned_config(config, table, best)
+    shown, table = planned.slowest, planned.table
+    best, hosts = shown.plan, [host for each in planned.pipelines for host in each.hosts]
+    done, notes = planned_config(config, table, best, hosts)
     values = done.model_dump(mode="json")
     depths = values["pipeline"]["in_flight"] if given.pipeline.in_flight is None else None
     if given.pipeline.in_flight is not None:
@@ -526,7 +319,8 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planne
     if given.pipeline.schedule == "auto":
         first = {"schedule": best.schedule, "in_flight": depths}
         values["pipeline"] |= {"schedule": "auto", "in_flight": given.pipeline.in_flight, "first": first}
-    spare = table.memory[list(best.hosts)] - np.array(planned.best.memory_nbytes)
+    has = np.min([table.memory[list(each.hosts)] for each in planned.pipelines], axis=0)
+    spare = has - np.array(shown.memory_nbytes)
     final = with_memory_choices(
         validated(ClusterConfig, values, Origins("the planned configuration")), spec, spare.tolist()
     )
@@ -535,7 +329,7 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planne
 
 def _compute_s(planned: Planned) -> tuple[float, ...]:
     """Seconds that each stage computes in a step; none if stages share a GPU, where they wait for each other."""
-    best = planned.best.plan
+    best = planned.slowest.plan
     if any(host.device for host in planned.table.problem.cluster.hosts):
         return ()
     times = StageCosts.of(planned.table, best).times_of(best)
@@ -545,15 +339,20 @@ def _compute_s(planned: Planned) -> tuple[float, ...]:
 def _lines(
     given: ClusterConfig, final: ClusterConfig, planned: Planned, origin: str, notes: Sequence[str]
 ) -> Iterator[str]:
-    best, table = planned.best, planned.table
-    problem, chosen = table.problem, best.plan
+    table, chosen = planned.table, planned.slowest.plan
+    problem, replicas = table.problem, planned.replicas
     yield f"planned for {planned.tokens_per_s:,.0f} tokens/s; speeds {origin}"
-    names = named(problem, chosen.hosts)
-    left_out = [host.name for host in problem.cluster.hosts if host.name not in names]
+    names = [named(problem, each.hosts) for each in planned.pipelines]
+    left_out = [host.name for host in problem.cluster.hosts if host.name not in {*chain(*names)}]
     if not problem.in_order:
+        shown = " | ".join(map(" ".join, names))
         without = f", without {', '.join(left_out)}, which would make it slower" if left_out else ""
-        yield f"  hosts {' '.join(names)}{without} (pipeline.stages, pipeline.layers)"
-    for one, other in pairwise(chosen.hosts):
+        yield f"  hosts {shown}{without} (pipeline.stages, pipeline.layers)"
+    if replicas is not None:
+        sums = f"which sum gradients for {replicas.all_reduce_s:.2g} s per step"
+        alone = f"as one pipeline {planned.best.tokens_per_s:,.0f} tokens/s"
+        yield f"  {len(names)} replicas, {sums}; {alone} (pipeline.replicas)"
+    for one, other in chain(*(pairwise(each.hosts) for each in planned.pipelines)):
         if table.relayed[one, other]:
             ends = " and ".join(named(problem, (one, other)))
             yield f"  the link between {ends} is relayed through the coordinator's machine (run.relay)"
@@ -581,7 +380,7 @@ def _lines(
 
 def _schedule_line(given: ClusterConfig, planned: Planned) -> Iterator[str]:
     """What is chosen of the schedule and its depths; nothing of a single stage."""
-    best, set_to = planned.best, given.pipeline
+    best, set_to = planned.slowest, given.pipeline
     chosen = {}
     if set_to.schedule == "auto":
         chosen["pipeline.schedule"] = f"schedule {best.plan.schedule} at first"

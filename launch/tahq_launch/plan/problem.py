@@ -16,6 +16,7 @@ from tahq.memory.estimate import StepNumbers, divided_nbytes, fp32_gradient, kee
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
     MicroBatchShape,
+    attention_masks,
     copied_by_block,
     copied_by_head,
     deferred_by_block,
@@ -62,12 +63,12 @@ OFFLOADED: tuple[tuple[Offload, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """What the planner may choose; empty or None: as `tahq plan --help` says."""
+    """What the planner may choose; empty or None: as `tahq plan --help` says, but of replicas one."""
 
     codecs: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     num_stages: int | None = None
-    max_replicas: int = 1
+    max_replicas: int | None = None
 
 
 def problem_of(
@@ -80,14 +81,22 @@ def problem_of(
     """
     schedules = _schedules(config, choices.schedules)
     splits, may_offload = "zero-bubble" in schedules, shares == 1 and offloads(config, cluster)
+    model, most = (
+        model_numbers(config, spec, splits_backward=splits, shares=shares, offloads=may_offload),
+        choices.max_replicas or 1,
+    )
+    if most > 1:  # replicas sum gradients on the device
+        kept = tuple(each for each in model.options if "gradients" not in each.offload)
+        model = replace(model, options=kept or model.options)
     return PlanProblem(
-        model=model_numbers(config, spec, splits_backward=splits, shares=shares, offloads=may_offload),
+        model=model,
         cluster=cluster,
         activations=_codecs(choices.codecs, "activations", config.wire.activations),
         gradients=_codecs(choices.codecs, "gradients", config.wire.gradients),
         schedules=schedules,
         num_stages=choices.num_stages,
-        max_replicas=choices.max_replicas,
+        max_replicas=most,
+        all_reduce=config.wire.all_reduce,
         chunks_per_stage=max(2, config.pipeline.chunks),
         piece_nbytes=config.links.piece,
         firsts=_firsts(config),
@@ -144,7 +153,7 @@ def model_numbers(
     With split backwards micro-batches count with what they hold between the gradients of inputs and of weights.
     `offloads`: whether `memory.offload` may be chosen.
     """
-    is_open, first_trainable = config.memory.recompute == "auto", spec.first_trainable
+    is_open, first_trainable, trained = config.memory.recompute == "auto", spec.first_trainable, _trained(spec)
     spec = replace(spec, first_trainable=0)
     every = []
     for each in _memory_choices(config, spec, offloads=offloads):
@@ -152,16 +161,15 @@ def model_numbers(
         if first_trainable:
             option = _with_frozen(option, each, spec, shares)
         every.append(replace(option, stages=_stages(config, each)))
-    some = BlockRange(*((1, 2, 3) if spec.num_layers > 2 else (0, 1, 1)))
     return ModelNumbers(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         seq_len=config.data.seq_len,
         global_batch=config.training.global_batch,
         options=tuple(every),
-        num_states=every[0].block_nbytes / _weights_nbytes(spec, some),
         first_trainable=first_trainable,
         attached_nbytes=max(attached_nbytes(config, spec)),
+        trained=trained,
     )
 
 
@@ -320,9 +328,20 @@ def _offload_numbers(config: ClusterConfig, shape: MicroBatchShape) -> StepNumbe
     )
 
 
-def _weights_nbytes(spec: ModelSpec, blocks: BlockRange) -> float:
-    """Bytes of parameters in fp32."""
-    return float(_FP32 * sum(map(math.prod, slice_parameters(spec, blocks).values())))
+def _trained(spec: ModelSpec) -> tuple[float, float, float]:
+    """See `ModelNumbers.trained`."""
+    layers, within = spec.num_layers, f"{spec.layout.trunk}.{spec.layout.blocks}."
+
+    def trained(block: int, *, of_block: bool) -> float:
+        shapes = slice_parameters(spec, BlockRange(block, block + 1, layers))
+        return float(
+            sum(
+                shapes[name].numel() for name in shapes if name.startswith(within) == of_block and spec.is_trained(name)
+            )
+        )
+
+    first = trained(0, of_block=False) if layers > 1 else 0.0
+    return trained(min(spec.first_trainable, layers - 1), of_block=True), first, trained(layers - 1, of_block=False)
 
 
 def _decoded_elements(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:
@@ -366,7 +385,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         last=head_kept + heads,
         block_put_off=max(0, deferred[0] - saved),
         last_put_off=max(0, deferred[1] - head_kept),
-        stage=rotary_tables(spec, shape),
+        stage=rotary_tables(spec, shape) + attention_masks(spec, range(spec.num_layers), shape),
         tensor=tensor,
         workspace=workspace(logits + matrix * head),
         again=workspace(again + matrix * largest + of_base),

@@ -9,10 +9,28 @@ from typing import Any
 from tahq.comm.network_config import host_names
 from tahq.config.cluster import ClusterConfig
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, PathNumbers, host_labels
+from tahq.quant import get_codec
 from tahq.typed_yaml.mistakes import Origins, validated
 
+MOST = 16
+"""Most replicas that a plan chooses by itself."""
 _SMALLER = {"memory": min, "up": min, "down": min}
 """Of these figures the smaller one is slower; of all others the larger."""
+
+
+def most_replicas(config: ClusterConfig) -> int:
+    """How many replicas a plan may choose where none are set.
+
+    Several for adapters, whose gradients are small beside the activations that cross a cut. Of all weights a sum takes
+    long over slow links, so there replicas are the user's choice.
+    """
+    refused = (
+        config.adapter is None or config.hosts == "local",
+        "gradients" in config.memory.all_offload,
+        config.links.inside != "zmq",
+        get_codec(config.wire.activations).is_stateful,
+    )
+    return 1 if any(refused) else MOST
 
 
 def one_replica(config: ClusterConfig) -> ClusterConfig:

@@ -425,8 +425,11 @@ def _keep_division(values: dict[str, Any], old: Mapping[str, Any], given: Cluste
     places = [_places(each) for each in (old, values)]
     if places[0] - places[1] or ("stages" in given.pipeline.model_fields_set and places[0] != places[1]):
         return
+    replicas = kept.get("replicas", 1)
+    if "replicas" in given.pipeline.model_fields_set and pipeline["replicas"] != replicas:
+        return
     if places[0]:
-        pipeline["stages"] = kept["stages"]
+        pipeline |= {"stages": kept["stages"], "replicas": replicas}
     # a checkpoint of an older version has no chunks
     if any(pipeline[key] != kept.get(key, 1) for key in ("stages", "chunks")):
         return
@@ -448,7 +451,8 @@ def _places(config: Mapping[str, Any]) -> Counter[str]:
     if isinstance(hosts, list):
         places = [{key: host.get(key) for key in ("address", "bind", "device", "ssh")} for host in hosts]
     elif hosts == "namespaces":
-        figures = config["emulate"]["hosts"]
-        places = [figures.get(f"host{stage}") or {} for stage in range(config["pipeline"]["stages"])]
+        figures, pipeline = config["emulate"]["hosts"], config["pipeline"]
+        num_workers = pipeline["stages"] * pipeline.get("replicas", 1)
+        places = [figures.get(f"host{stage}") or {} for stage in range(num_workers)]
     filled = ({key: value for key, value in place.items() if value is not None} for place in places)
     return Counter(json.dumps(place, sort_keys=True) for place in filled)
