@@ -15,7 +15,7 @@ from tahq.errors import ConfigError
 EXAMPLE = load_config(EXAMPLES / "gpt2.yaml")
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_example_loads_and_survives_json_and_yaml(path, tmp_path):
     for config in (load_config(path), resolve(load_config(path))):
         assert config_from_json(config_json(config)) == config

@@ -123,7 +123,7 @@ def test_missing_data_or_model_folder_is_named(load_text, tmp_path):
     with pytest.raises(DataError, match="nothing"):
         dry_run(load_text("wire.activations=aqsgd", f"data.text={tmp_path / 'nothing'}"))
     with pytest.raises(ModelError, match="is not a folder"):
-        dry_run(load_config(EXAMPLES / "finetune_folder.yaml", [f"model.path={tmp_path}/none"]))
+        dry_run(load_config(EXAMPLES / "recipes/lora.yaml", [f"model={tmp_path}/none"]))
 
 
 def test_bytes_are_those_of_the_encoded_tensors_with_a_header_per_piece_or_one_over_a_group():
