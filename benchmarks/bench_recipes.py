@@ -29,6 +29,7 @@ from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import slice_parameters
 from tahq.pipeline.gradient_sum import BUCKET, sum_codec
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
+from tahq.quant import CodecSpec
 from tahq.units import format_size
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.first_plan import first_plan
@@ -123,7 +124,9 @@ def planned(recipe: Path, count: int, gigabytes: int, mbits: float) -> dict[str,
         "memory": memory,
         "sent": max(sent_nbytes(config, spec)),
         "tokens_per_s": int(re.search(r"planned for ([\d,]+)", line)[1].replace(",", "")),  # type: ignore[index]
-        "codecs": " + ".join(config.wire.specs().values()) if config.pipeline.stages > 1 else "",
+        "codecs": " + ".join(CodecSpec.parse(each).brief() for each in config.wire.specs().values())
+        if config.pipeline.stages > 1
+        else "",
     }
 
 
