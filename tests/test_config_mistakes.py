@@ -105,6 +105,30 @@ def test_what_adapters_do_not_combine_with_is_refused(file, new, message):
     assert message in file.refusal(changed("hosts: local", new))
 
 
+PAIRS = LEAST.replace("text: stdlib", "records: pairs.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["adapter=null"], "training.dpo needs adapter: lora: its reference is the model with the adapters switched"),
+        (["data.records=null", "data.text=stdlib"], "training.dpo learns from pairs: name files with prompt, chosen"),
+        (["data.packing=true"], "data.packing: true puts several answers into a row, and training.dpo compares rows"),
+        (["model.dropout=0.1"], "model.dropout would drop other inputs of the model than of its reference"),
+        (["adapter.dropout=0.1"], "adapter.dropout would drop other inputs of the model than of its reference"),
+        (["training.z_loss=1e-4"], "training.z_loss is for the loss of tokens, and training.dpo compares answers"),
+        (["wire.activations=aqsgd:bits=4"], "wire.activations: aqsgd remembers one activation per sample, and with"),
+        (["training.dpo.loss_type=ipo"], "training.dpo.loss_type is not a key of training.dpo; use training.dpo, with"),
+        (["training.dpo.beta=0"], "training.dpo.beta: expected more than 0.0; got 0"),
+        (["training.dpo.label_smoothing=0.5"], "training.dpo.label_smoothing: expected less than 0.5; got 0.5"),
+    ],
+)
+def test_what_dpo_does_not_combine_with_is_refused(file, changes, message):
+    given = ["adapter={}", "training.dpo={}"]
+    assert (file.load(PAIRS, *given).training.lr, file.load(PAIRS, *given).data.packing) == (5e-6, False)
+    assert message in file.refusal(PAIRS, *given, *changes)
+
+
 def test_tokenizer_and_rate_suit_a_model_in_a_folder_unless_set(file):
     text = "model: {path: models/x}\ndata: {text: stdlib}\n"
     config = file.load(text)

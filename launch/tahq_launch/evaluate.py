@@ -188,6 +188,11 @@ def _text(files: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> Data:
 def _held_out(config: ClusterConfig, tokenizer: Tokenizer, batches: int | None, run: Path) -> list[Data]:
     """The first batches of each validation set, in the order of the run's own validations."""
     training = config.training
+    if training.dpo is not None:
+        raise UserError(
+            f"{run} learned from pairs (training.dpo), whose loss and accuracy it has in metrics.jsonl if it evaluates "
+            "(training.eval_every); for a loss of tokens give a text (--text FILE)"
+        )
     try:
         dataset = load_dataset(config.data, tokenizer, training.global_batch)
         sets = load_validation(config.data, dataset, tokenizer)

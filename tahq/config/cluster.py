@@ -67,6 +67,7 @@ _OTHER_NAMES = {
     "data.packing, by default on where an epoch keeps 100 steps": "sample_packing multipack neat_packing",
     "data.truncation: end, start, drop or error": "excess_length_strategy truncation_mode truncation_side",
     "data.packing; rows have one length": "pad_to_sequence_len pad_to_max_length group_by_length length_column_name",
+    "training.dpo, with beta; the loss is that of DPO": "rl rl_beta dpo_beta pref_beta pref_loss loss_type objective",
     "pipeline.stages": "pipeline_parallel_degree pipeline_parallel_size num_stages",
     "pipeline.replicas": "data_parallel_degree data_parallel_replicate_degree",
     "run.trackers, such as [wandb]": "report_to wandb use_wandb tensorboard",
@@ -91,6 +92,8 @@ FINE_TUNING_LR = 2e-5
 """Default of `training.lr` for a model that was trained before."""
 ADAPTER_LR = 2e-4
 """The same for adapters, whose B begins at 0."""
+DPO_LR = 5e-6
+"""The same for adapters under `training.dpo`: that of LoRA in TRL's scripts/dpo.py and LLaMA-Factory's examples."""
 NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
 MAX_MICRO_BATCHES = 65_536
@@ -144,6 +147,7 @@ class ClusterConfig(Section):
         self._check_schedule()
         self._check_memory()
         self._check_adapter()
+        self._check_dpo()
         self._check_wire()
         self._check_data()
         self._check_fused()
@@ -464,6 +468,34 @@ class ClusterConfig(Section):
             if holds:
                 raise ValueError(reason)
 
+    def _check_dpo(self) -> None:
+        """What a comparison of answers needs, and what it rules out."""
+        if self.training.dpo is None:
+            return
+        dropouts = {"model": self.model.dropout, "adapter": 0.0 if self.adapter is None else self.adapter.dropout}
+        dropout = " and ".join(f"{key}.dropout" for key, probability in dropouts.items() if probability)
+        is_stateful = any(get_codec(spec).is_stateful for spec in self.wire.rungs()["activations"])
+        refused = {
+            "training.dpo needs adapter: lora: its reference is the model with the adapters switched off, as a second "
+            "copy of all weights is not kept": self.adapter is None,
+            "training.dpo learns from pairs: name files with prompt, chosen and rejected in data.records, not "
+            "data.text or data.tokens": self.data.records is None,
+            "data.packing: true puts several answers into a row, and training.dpo compares rows; leave it out": (
+                self.data.packing is True
+            ),
+            f"{dropout} would drop other inputs of the model than of its reference (training.dpo); set it to 0, as TRL "
+            "does": bool(dropout),
+            "training.z_loss is for the loss of tokens, and training.dpo compares answers; leave it out": (
+                self.training.z_loss > 0
+            ),
+            "wire.activations: aqsgd remembers one activation per sample, and with training.dpo there are four; use "
+            "another codec": is_stateful,
+        }
+        for reason, holds in refused.items():
+            if holds:
+                raise ValueError(reason)
+        self.data.set_default("packing", False)
+
     def _check_offload(self) -> None:
         offload, optimizer = self.memory.all_offload, self.training.optimizer
         if self.optimizer_shares > 1 and offload - {"residual"}:
@@ -513,7 +545,7 @@ class ClusterConfig(Section):
                 raise ValueError(f"wire.{direction} does not fit model.hidden_size {channels}: {error}") from error
         for direction, rungs in self.wire.rungs().items() if self.wire.follow is not None else ():
             try:
-                ladder_for(rungs, (self.training.micro_batch, self.data.seq_len, channels))
+                ladder_for(rungs, (self.training.rows, self.data.seq_len, channels))
             except ConfigError as error:
                 raise ValueError(f"wire.follow.{direction}: {error}") from error
 
@@ -524,7 +556,7 @@ class ClusterConfig(Section):
             if "lr" not in self.training.model_fields_set:
                 self.training.set_default("lr", FINE_TUNING_LR)
         if self.adapter is not None and "lr" not in self.training.model_fields_set:
-            self.training.set_default("lr", ADAPTER_LR)
+            self.training.set_default("lr", ADAPTER_LR if self.training.dpo is None else DPO_LR)
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if longest is not None and "seq_len" not in self.data.model_fields_set:
             self.data.set_default("seq_len", min(longest, self.data.seq_len))

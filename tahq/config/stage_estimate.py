@@ -229,7 +229,7 @@ def loss_chunks(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> int
         return config.memory.loss_chunks
     if config.training.is_low_rank:
         return 1
-    return open_loss_chunks(micro_batch * config.data.seq_len, spec.vocab_size)
+    return open_loss_chunks(micro_batch * config.training.rows_per_sample * config.data.seq_len, spec.vocab_size)
 
 
 def open_loss_chunks(num_tokens: int, vocab_size: int) -> int:
@@ -248,7 +248,7 @@ def micro_batch_shape(
     low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
     level, bf16 = memory.recompute_of(stage), computes_in_bf16(config, device)
     return MicroBatchShape(
-        micro_batch,
+        micro_batch * config.training.rows_per_sample,
         config.data.seq_len,
         bf16,
         on_cuda=device == "cuda",
@@ -290,13 +290,20 @@ def kept_code_nbytes(config: ClusterConfig, device: str, stage: int | None = Non
 def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int) -> tuple[int, int]:
     """Encoded bytes of a micro-batch in flight on the cuts before and after a chunk, both directions; and those of all
     activations of a step that come from, or leave, chunks without a backward, which compute ahead."""
-    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
-    codecs = (config.wire.activations, config.wire.gradients)
-    attached = attached_nbytes(config, spec)
-    out, back = (get_codec(codec).encoded_nbytes(shape) + more for codec, more in zip(codecs, attached, strict=True))
+    activations, gradients = map(get_codec, (config.wire.activations, config.wire.gradients))
+    (to_trained, shape), attached = boundary_shapes(config, spec), attached_nbytes(config, spec)
+    alone = activations.encoded_nbytes(shape) + attached[0]
+    out, back = activations.encoded_nbytes(to_trained) + attached[0], gradients.encoded_nbytes(shape) + attached[1]
     frozen, last = schedule.num_frozen, schedule.num_chunks - 1
     num_cuts, num_ahead = (chunk > frozen) + (frozen <= chunk < last), (0 < chunk <= frozen) + (chunk < frozen)
-    return num_cuts * (out + back), num_ahead * schedule.num_micro_batches * out
+    return num_cuts * (out + back), num_ahead * schedule.num_micro_batches * alone
+
+
+def boundary_shapes(config: ClusterConfig, spec: ModelSpec) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shapes of a micro-batch's activations where gradients come back, DPO's reference's included, and of any other
+    tensor that crosses a cut."""
+    training, rest = config.training, (config.data.seq_len, spec.hidden_size)
+    return (training.num_forwards * training.rows, *rest), (training.rows, *rest)
 
 
 def attached_nbytes(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:

@@ -190,7 +190,7 @@ class StageRecord:
 class StepRecord:
     """One committed step.
 
-    `loss` is in nats per token, over the tokens whose loss counts; NaN if there are none. `step_time_s` runs from
+    `loss` is a mean over the tokens whose loss counts, see `loss_unit`; NaN if there are none. `step_time_s` runs from
     commit to commit, evaluations left out. A skipped step changed no weight.
     """
 
@@ -227,6 +227,14 @@ class StepRecord:
     """The load-balancing loss of experts, times its coefficient, which `loss` leaves out; None: there is none."""
     sampling: bool = False
     """Whether a `SamplesRecord` of this step will follow."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Of DPO, whose `loss` is a mean over pairs: mean rewards of `chosen` and `rejected` answers, their `margin`, and
+    `accuracy`, the share of pairs where it is above 0; else empty."""
+
+    @property
+    def loss_unit(self) -> str:
+        """What `loss` counts."""
+        return "nats per pair" if self.rewards else "nats per token"
 
     @property
     def skipped_for(self) -> str:
@@ -287,7 +295,10 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class ValidationRecord:
-    """Loss of a validation set after `step` steps, in nats per token: with the wire's codecs, and without (`raw`)."""
+    """Loss of a validation set after `step` steps, in nats per token: with the wire's codecs, and without (`raw`).
+
+    With DPO it is per pair, `tokens` are pairs, and `accuracy`, without codecs, is as in `StepRecord.rewards`.
+    """
 
     step: int
     tokens: int
@@ -297,6 +308,7 @@ class ValidationRecord:
     """The set's; empty: it has none."""
     others: tuple["ValidationRecord", ...] = ()
     """Those of the other sets, beside the first one's."""
+    accuracy: float | None = None
 
     @property
     def sets(self) -> tuple["ValidationRecord", ...]:

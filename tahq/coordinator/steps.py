@@ -26,6 +26,9 @@ from tahq.coordinator.observer import (
 from tahq.errors import DataError, NonFiniteError, RemoteProtocolError
 from tahq.pipeline.config import TrainingConfig
 
+NUM_REWARDS = 4
+"""Of `Prepare.rewards`."""
+
 # -- the decision ----------------------------------------------------------------------------------
 
 
@@ -85,6 +88,8 @@ def check_prepare(
         raise RemoteProtocolError(f"{name} abandoned step {step}, and this run abandons none")
     if has_loss and not prepare.abandoned and (prepare.loss_sum is None or prepare.tokens is None):
         raise RemoteProtocolError(f"{name}, the last stage, prepared step {step} without a loss")
+    if prepare.rewards and (len(prepare.rewards) != NUM_REWARDS or not prepare.rewards[0] >= 1):
+        raise RemoteProtocolError(f"{name} prepared step {step} with impossible rewards: {prepare.rewards}")
 
 
 def decide(
@@ -222,9 +227,12 @@ def step_record(
     ends, present = grid.links(), {each.stage: each for each in prepares}
     of_routers = [each.router_loss for each in prepares if each.router_loss is not None]
     has_loss = len(sums) == (len(computing) or grid.replicas) and not commit.abandoned
+    rewards = [_sum(column) for column in zip(*(each.rewards for each in prepares if each.rewards), strict=True)]
+    count = rewards[0] if rewards else tokens
     return StepRecord(
         step=commit.step + 1,
-        loss=_sum(sums) / tokens if has_loss and tokens else math.nan,
+        loss=_sum(sums) / count if has_loss and count else math.nan,
+        rewards=_rewards(*rewards) if rewards and has_loss else {},
         router_loss=_sum(of_routers) if of_routers and has_loss else None,
         tokens=tokens or 0,
         step_time_s=step_time_s,
@@ -239,6 +247,12 @@ def step_record(
         computing=tuple(computing) or tuple(range(grid.replicas)),
         abandoned=commit.abandoned,
     )
+
+
+def _rewards(num_pairs: float, chosen: float, rejected: float, num_right: float) -> dict[str, float]:
+    """Means over pairs, from sums."""
+    means = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": num_right}
+    return {name: value / num_pairs for name, value in means.items()}
 
 
 def _stage_record(stage: int, prepare: Prepare | None, step_time_s: float) -> StageRecord:

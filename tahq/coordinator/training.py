@@ -361,6 +361,7 @@ class Training:
         numbers = evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum
         num_sets, num_prompts = len(options.validation_sets), len(prompts_of(options.training))
         are_losses = {len(each) for each in numbers} in ({num_sets}, {0}) and min(evaluated.tokens, default=1) >= 1
+        are_losses &= len(evaluated.num_right) in (0, len(evaluated.tokens))
         if not are_losses or len(evaluated.samples) not in (num_prompts, 0):
             raise RemoteProtocolError(
                 f"{seat.name} evaluated step {evaluated.step} on {evaluated.tokens} tokens, with "
@@ -378,10 +379,14 @@ class Training:
             self._ctx.observer.sampled(SamplesRecord(evaluated.step + 1, tuple(texts)))
 
     def _take_losses(self, evaluated: Evaluated) -> None:
-        rows = zip(evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum, strict=True)
+        num_right: list[float] | list[None] = evaluated.num_right or [None] * len(evaluated.tokens)
+        rows = zip(evaluated.tokens, evaluated.loss_sum, evaluated.raw_loss_sum, num_right, strict=True)
         first, *others = (
-            ValidationRecord(evaluated.step + 1, tokens, loss / tokens, raw_loss / tokens, name)
-            for name, (tokens, loss, raw_loss) in zip(self._ctx.options.validation_sets, rows, strict=True)
+            ValidationRecord(
+                *(evaluated.step + 1, count, loss / count, raw_loss / count, name),
+                accuracy=None if right is None else right / count,
+            )
+            for name, (count, loss, raw_loss, right) in zip(self._ctx.options.validation_sets, rows, strict=True)
         )
         training = self._ctx.options.training
         watched = next((each for each in (first, *others) if each.name == training.best_set), first)

@@ -2,7 +2,7 @@
 
 There is no state: the first and the last stage each ask for step t and compare digests.
 
-Shapes: B samples per step (`global_batch`), S tokens per sample.
+Shapes: B rows per step, as many as samples (`global_batch`) or, of preferences, twice as many; S tokens per row.
 """
 
 import hashlib
@@ -26,11 +26,12 @@ class StepBatch:
 
     tokens: torch.Tensor  # int64 [B, S]
     labels: torch.Tensor  # int64 [B, S], the token after each, or −100 where there is no loss
-    sample_ids: torch.Tensor  # int64 [B]
+    sample_ids: torch.Tensor  # int64 [B], of each row
     num_tokens: int  # Labels that count
     digest: str  # Hex BLAKE2b over the three tensors: equal on stages that made the same batch
-    micro_batch_size: int
+    micro_batch_size: int  # Rows
     positions: torch.Tensor | None = None  # int64 [B, S], of each token in its record; None: each row is one record
+    num_pairs: int = 0  # Preferences that count; 0: samples are rows
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the tokens and labels of micro-batch `index`, each int64 [micro_batch_size, S]."""
@@ -109,12 +110,17 @@ class BatchSource:
 
     def _gather(self, dataset: Dataset, sample_ids: I64, scored: npt.NDArray[np.bool_] | None = None) -> StepBatch:
         tokens, labels = dataset.gather(sample_ids)
+        size = dataset.rows_per_sample
         if scored is not None:
-            labels = np.where(scored[:, None], labels, NO_LOSS)
+            labels = np.where(np.repeat(scored, size)[:, None], labels, NO_LOSS)
         digest, positions = batch_digest(tokens, labels, sample_ids), dataset.positions(sample_ids)
-        x, y, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in (tokens, labels, sample_ids))
+        arrays = tokens, labels, np.repeat(sample_ids, size)
+        x, y, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
         places = None if positions is None else torch.from_numpy(positions)
-        return StepBatch(x, y, ids, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch, places)
+        has_loss = labels != NO_LOSS
+        num_pairs = int(has_loss.any(1).sum()) // size if size > 1 else 0
+        rows = size * self.order.micro_batch
+        return StepBatch(x, y, ids, int(has_loss.sum()), digest, rows, places, num_pairs)
 
 
 def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:

@@ -50,12 +50,14 @@ class Dataset(ABC):
     """Samples by number: 0 … num_train_samples−1, then num_validation_samples more.
 
     `fingerprint`: hex hash of content, tokenizer, sequence length and split; equal on machines that agree in these.
-    `is_packed`: whether rows may have several records. `notes`: what the user should know of the data, a line each.
+    `is_packed`: whether rows may have several records. `rows_per_sample`: 2 where a sample is a preference, the chosen
+    answer and then the rejected one. `notes`: what the user should know of the data, a line each.
     """
 
     num_train_samples: int
     num_validation_samples: int
     is_packed = False
+    rows_per_sample = 1
 
     def __init__(self, kind: str, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
         self.seq_len, self.shuffle = config.seq_len, config.shuffle
@@ -65,7 +67,10 @@ class Dataset(ABC):
 
     @abstractmethod
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
-        """Tokens and labels of samples, each int64 [B, seq_len]; DataError if a token is not in the vocabulary."""
+        """Tokens and labels of samples' rows, each int64 [B, seq_len].
+
+        DataError if a token is not in the vocabulary.
+        """
 
     def positions(self, sample_ids: I64) -> I64 | None:
         """The position of each token in its record, int64 [B, seq_len]; None: each row is one record."""
@@ -90,7 +95,8 @@ class ValidationSet:
 def load_validation(config: DataConfig, dataset: Dataset, tokenizer: Tokenizer) -> tuple[ValidationSet, ...]:
     """The validation sets beside `dataset`, the training data; DataError as of `load_dataset`.
 
-    Records share rows if those of the training data do. Of a dataset on the Hub, it is the split `validation`.
+    Records share rows, or are preferences, if those of the training data are. Of a dataset on the Hub, it is the split
+    `validation`.
     """
     sets = []
     for name, each in config.validation_sets.items():
@@ -101,7 +107,8 @@ def load_validation(config: DataConfig, dataset: Dataset, tokenizer: Tokenizer) 
         kind, paths = config.files[key]
         changes = dict.fromkeys(("text", "tokens", "records")) | {kind: paths}
         changes |= {"validation": 0.0, "split": "validation", "packing": dataset.is_packed}
-        own = load_dataset(config.model_copy(update=changes), tokenizer, key=key)
+        are_preferences = dataset.rows_per_sample > 1
+        own = load_dataset(config.model_copy(update=changes), tokenizer, key=key, are_preferences=are_preferences)
         sets.append(ValidationSet(name, own, 0, own.num_train_samples))
     return tuple(sets)
 
@@ -114,16 +121,26 @@ def fingerprint_of(dataset: Dataset, sets: Sequence[ValidationSet]) -> str:
     return hashlib.blake2b(json.dumps([dataset.fingerprint, *others]).encode(), digest_size=16).hexdigest()
 
 
-def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1, key: str | None = None) -> Dataset:
+def load_dataset(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    global_batch: int = 1,
+    key: str | None = None,
+    *,
+    are_preferences: bool = False,
+) -> Dataset:
     """The data that `data:` describes; `global_batch`: samples per step.
 
-    Messages say that its files are named by `key`, None: by its own keys.
+    Messages say that its files are named by `key`, None: by its own keys. `are_preferences`: the samples are pairs of
+    answers, for `training.dpo`.
 
     Raises:
         DataError: a pattern matches nothing, a file cannot be read or has the wrong format, a token is out of the
             vocabulary, or there is too little data for one sample.
     """
     dataset: Dataset
+    if are_preferences and config.records is None:
+        raise DataError(f"{key or 'data'}: training.dpo needs records with prompt, chosen and rejected")
     if config.text is not None:
         dataset = _load_text(as_patterns(config.text), config, tokenizer, key or "data.text")
     elif config.tokens is not None:
@@ -132,8 +149,10 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1
         )
         dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
-        records = read_records(find_record_files(config, key or "data.records"), tokenizer.chat_template)
-        dataset = RecordDataset(records, config, tokenizer, global_batch)
+        files = find_record_files(config, key or "data.records")
+        records = read_records(files, tokenizer.chat_template, are_preferences=are_preferences)
+        rows_per_sample = 2 if are_preferences else 1
+        dataset = RecordDataset(records, config, tokenizer, global_batch, rows_per_sample=rows_per_sample)
     if config.held_out > 0 and dataset.num_validation_samples == 0:
         dataset.notes.append(
             f"data.validation: a share of {config.held_out:g} of so little data is less than one sample, so nothing "
@@ -221,7 +240,7 @@ class WindowDataset(Dataset):
 
 
 class RecordDataset(Dataset):
-    """Records of texts with loss on some of their parts, one or several per row.
+    """Records of texts with loss on some of their parts, one or several per row, or two rows of one each per sample.
 
     The tokens of all records lie end to end, each with whether it is a label with loss: record i is
     tokens[starts[i]:starts[i + 1]], of which a row has counts[i] tokens from begins[i] on. Row i has the records
@@ -229,11 +248,19 @@ class RecordDataset(Dataset):
     """
 
     def __init__(
-        self, records: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, global_batch: int = 1
+        self,
+        records: Sequence[Record],
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        global_batch: int = 1,
+        *,
+        rows_per_sample: int = 1,
     ) -> None:
+        self.rows_per_sample = size = rows_per_sample
         are_pairs = all(len(each.parts) == 2 and each.ends for each in records)
         texts = (text for each in records for text in _hashed(each, are_pairs=are_pairs))
-        super().__init__("pairs" if are_pairs else "records", hash_documents(texts), config, tokenizer)
+        kind = "preferences" if size > 1 else "pairs" if are_pairs else "records"
+        super().__init__(kind, hash_documents(texts), config, tokenizer)
         self._filler = tokenizer.end_of_document or 0
         self._encode(records, tokenizer)
         training, validation = self._usable(records, config)
@@ -244,23 +271,27 @@ class RecordDataset(Dataset):
             self.fingerprint = hash_documents([self.fingerprint, *rules])
         if rows is None:
             self._counts = np.minimum(self._starts[1:] - self._begins, self.seq_len)
-            rows = [[[number] for number in numbers] for numbers in (training, validation)]
-        self.num_train_samples, self.num_validation_samples = map(len, rows)
+            parts = ((training, range(size)), (validation, range(size)))
+            rows = [[[size * number + place] for number in numbers for place in places] for numbers, places in parts]
+        self.num_train_samples, self.num_validation_samples = (len(part) // size for part in rows)
         self._members = np.array([number for part in rows for row in part for number in row], dtype=np.int64)
         self._row_starts = np.cumsum([0, *(len(row) for part in rows for row in part)], dtype=np.int64)
 
     @property
     def summary(self) -> str:
         """The size of the training data."""
-        members = self._members[: self._row_starts[self.num_train_samples]]
-        filled = self._counts[members].sum() / (self.num_train_samples * self.seq_len)
-        rows = f"{self.num_train_samples:,} rows of {self.seq_len} tokens"
-        return f"{len(members):,} records to train on in {rows}, of which {filled:.0%} are filled"
+        num_rows = self.num_train_samples * self.rows_per_sample
+        members = self._members[: self._row_starts[num_rows]]
+        filled = self._counts[members].sum() / (num_rows * self.seq_len)
+        num_records = len(members) // self.rows_per_sample
+        rows = f"{num_rows:,} rows of {self.seq_len} tokens"
+        return f"{num_records:,} records to train on in {rows}, of which {filled:.0%} are filled"
 
     def _usable(self, records: Sequence[Record], config: DataConfig) -> tuple[I64, I64]:
         """Numbers of the records to train on and to validate with: those with a label with loss that is not cut off.
 
-        Sets `_begins` and `_counts`: the tokens up to the last label, those that `data.truncation` cuts left out.
+        Of preferences, those with such a label in both answers. Sets `_begins` and `_counts`: the tokens up to the last
+        label, those that `data.truncation` cuts left out.
         """
         scored = [np.flatnonzero(self._scored[a:b]) for a, b in pairwise(self._starts)]
         first = np.array([each[0] if len(each) else self.seq_len + 1 for each in scored])
@@ -274,31 +305,34 @@ class RecordDataset(Dataset):
             )
         skipped = np.where(is_long & (config.truncation == "start"), last - self.seq_len, 0)
         self._begins, self._counts = self._starts[:-1] + skipped, np.minimum(last, self.seq_len)
-        usable = (first <= skipped + self.seq_len) & ~(is_long & drops)
-        held_out = np.zeros(len(records), dtype=bool)
-        held_out[split_records(len(records), config.held_out)] = True
+        size = self.rows_per_sample
+        fits = (first <= skipped + self.seq_len) & ~(is_long & drops)
+        usable: npt.NDArray[np.bool_] = np.logical_and.reduce(fits.reshape(-1, size), axis=1)
+        is_cut = np.logical_or.reduce(is_long.reshape(-1, size), axis=1)
+        held_out = np.zeros(len(usable), dtype=bool)
+        held_out[split_records(len(usable), config.held_out)] = True
         training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
         if not len(training):
             raise DataError(
-                f"none of {len(records)} records is left to train on: {int(usable.sum())} have a response that begins "
+                f"none of {len(usable)} records is left to train on: {int(usable.sum())} have a response that begins "
                 f"within seq_len {self.seq_len}, and {len(validation)} of these are held out for validation"
             )
         if not usable.all():
             fault = "they are longer than" if drops else "their prompt fills"
             self.notes.append(
-                f"{(~usable).sum()} of {len(records)} records are left out, because {fault} seq_len {self.seq_len} or "
-                f"their response is empty; first {records[int(usable.argmin())].place}"
+                f"{(~usable).sum()} of {len(usable)} records are left out, because {fault} seq_len {self.seq_len} or "
+                f"their response is empty; first {records[size * int(usable.argmin())].place}"
             )
-        if num_cut := int((usable & is_long).sum()):
+        if num_cut := int((usable & is_cut).sum()):
             end = "beginnings" if config.truncation == "start" else "responses"
-            self.notes.append(f"{num_cut} of {len(records)} {end} are cut at seq_len {self.seq_len}")
+            self.notes.append(f"{num_cut} of {len(usable)} {end} are cut at seq_len {self.seq_len}")
         return training, validation
 
     def _packed(
         self, training: I64, validation: I64, config: DataConfig, global_batch: int
     ) -> list[list[list[int]]] | None:
         """Rows of records, by their numbers, to train on and to validate with; None: one record per row."""
-        if config.packing is False:
+        if config.packing is False or self.rows_per_sample > 1:
             return None
         rows = [
             [[int(numbers[item]) for item in row] for row in packed_rows(self._counts[numbers], self.seq_len)]
@@ -336,9 +370,11 @@ class RecordDataset(Dataset):
 
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
         """See `Dataset.gather`."""
-        tokens = np.full((len(sample_ids), self.seq_len), self._filler, dtype=np.int64)
+        size = self.rows_per_sample
+        numbers = np.add.outer(size * np.asarray(sample_ids), np.arange(size)).ravel()
+        tokens = np.full((len(numbers), self.seq_len), self._filler, dtype=np.int64)
         labels = np.full_like(tokens, NO_LOSS)
-        for row, number in enumerate(sample_ids):
+        for row, number in enumerate(numbers):
             place = 0
             for record in self._records_of(number):
                 begin, count = self._begins[record], self._counts[record]
@@ -371,17 +407,20 @@ def _hashed(record: Record, *, are_pairs: bool) -> list[str]:
 
 
 def shown_samples(dataset: RecordDataset, tokenizer: Tokenizer, count: int = 3) -> list[str]:
-    """The first samples as the model sees them, also those in one row; what has no loss is in ⟦brackets⟧."""
-    rows = np.arange(min(count, dataset.num_train_samples))
-    tokens, labels = dataset.gather(rows)
-    positions = dataset.positions(rows)
+    """The first samples as the model sees them, also those in one row; what has no loss is in ⟦brackets⟧.
+
+    Of preferences the chosen and the rejected answer of each.
+    """
+    numbers = np.arange(min(count, dataset.num_train_samples))
+    tokens, labels = dataset.gather(numbers)
+    positions, rows = dataset.positions(numbers), range(len(tokens))
     starts = [[0] if positions is None else np.flatnonzero(positions[row] == 0).tolist() for row in rows]
     samples = (
         _shown(tokens[row, start:stop], labels[row, start:stop], tokenizer)
         for row in rows
         for start, stop in pairwise([*starts[row], dataset.seq_len])
     )
-    return list(islice(samples, count))
+    return list(islice(samples, count * dataset.rows_per_sample))
 
 
 def _shown(tokens: I64, labels: I64, tokenizer: Tokenizer) -> str:

@@ -6,6 +6,12 @@
     {"conversations": [{"from": …, "value": …}, …]}  the same, as ShareGPT names them
     {"text": …}                                      loss on everything
 
+Of preferences (`training.dpo`), each of which makes two records:
+
+    {"prompt": …, "chosen": …, "rejected": …}        loss on the answers; or all three are lists of messages
+    {"chosen": [{"role": …}, …], "rejected": […]}    loss on the assistant's turns behind the messages they share
+    {"messages": […], "chosen": {"role": …}, "rejected": {…}}    loss on the answers
+
 Files are JSON Lines, a JSON array, Parquet or Arrow. Other keys are ignored. An assistant's turn is what the template
 writes behind its generation prompt, up to the special token that ends it.
 """
@@ -23,6 +29,7 @@ from tahq.errors import DataError, brief
 from tahq.hub import DATA_FILES, dataset_files, is_hub_name
 
 _KINDS = "prompt and response, instruction and output, messages, conversations, or text"
+_OF_PREFERENCES = "prompt, chosen and rejected (training.dpo)"
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """What `datasets` writes beside records."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -60,11 +67,14 @@ class ChatTemplate:
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
         self._end = re.compile(rf"\s*(?:{names})" if names else "")
 
-    def parts(self, messages: list[dict[str, Any]], tools: Any, place: str) -> tuple[Part, ...]:
-        """The conversation in parts; DataError if the template refuses it, or the assistant's turns cannot be found."""
+    def parts(self, messages: list[dict[str, Any]], tools: Any, place: str, first: int = 0) -> tuple[Part, ...]:
+        """The conversation in parts, with loss from message `first` on.
+
+        DataError if the template refuses it, or the assistant's turns cannot be found.
+        """
         whole, parts, written = self._rendered(messages, tools, place), list[Part](), 0
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or number < first:
                 continue
             before = self._rendered(messages[:number], tools, place, add_generation_prompt=True)
             if not whole.startswith(before):
@@ -134,15 +144,19 @@ def find_record_files(config: DataConfig, key: str = "data.records") -> list[Fou
     return [file for file in found if file.path.name not in _DESCRIPTIONS] or found
 
 
-def read_records(files: Sequence[FoundFile], template: ChatTemplate | None) -> list[Record]:
-    """The records of files, in order.
+def read_records(
+    files: Sequence[FoundFile], template: ChatTemplate | None, *, are_preferences: bool = False
+) -> list[Record]:
+    """The records of files, in order; of preferences the chosen one, then the rejected one.
 
     `template`: of chats; None: the tokenizer has none. DataError: a record is malformed, or there are none.
     """
+    parse = _preference if are_preferences else _single
     records = [
-        _parsed(record, place, template)
+        part
         for file in files
         for place, record in (_read_tables if file.path.suffix in _TABLES else _read_json)(file.path)
+        for part in parse(_object(record, place), place, template)
     ]
     if not records:
         raise DataError(f"data.records: {len(files)} files have no record, first {files[0].path}")
@@ -208,11 +222,16 @@ def _without_nulls(value: Any) -> Any:
 _TABLES = (".parquet", ".arrow")
 
 
-def _parsed(record: Any, place: str, template: ChatTemplate | None) -> Record:
+def _object(record: Any, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected an object with {_KINDS}; got {type(record).__name__}")
+    return record
+
+
+def _single(record: dict[str, Any], place: str, template: ChatTemplate | None) -> tuple[Record, ...]:
     if "messages" in record or "conversations" in record:
-        return Record(_chat(record, place, template), False, place)
+        listed = record.get("messages", record.get("conversations"))
+        return (Record(_chat(listed, record.get("tools"), place, template), False, place),)
     if "instruction" in record:
         given = _text_of(record, "input", place) if record.get("input") else ""
         prompt = _ALPACA.format(
@@ -220,20 +239,39 @@ def _parsed(record: Any, place: str, template: ChatTemplate | None) -> Record:
             instruction=_text_of(record, "instruction", place),
             given=f"### Input:\n{given}\n\n" if given else "",
         )
-        return Record((Part(prompt, False), Part(_text_of(record, "output", place), True)), True, place)
+        return (_answered(prompt, _text_of(record, "output", place), place),)
     if "text" in record and "prompt" not in record:
-        return Record((Part("", False), Part(_text_of(record, "text", place), True)), True, place)
+        return (_answered("", _text_of(record, "text", place), place),)
     prompt, response = (_text_of(record, key, place) for key in ("prompt", "response"))
-    return Record((Part(prompt, False), Part(response, True)), True, place)
+    return (_answered(prompt, response, place),)
 
 
-def _chat(record: dict[str, Any], place: str, template: ChatTemplate | None) -> tuple[Part, ...]:
+def _answered(prompt: str, answer: str, place: str) -> Record:
+    return Record((Part(prompt, False), Part(answer, True)), True, place)
+
+
+def _preference(record: dict[str, Any], place: str, template: ChatTemplate | None) -> tuple[Record, ...]:
+    """The chosen and the rejected answer; lists of messages have a prompt that is text in them."""
+    answers: list[Any] = [record.get("chosen"), record.get("rejected")]
+    prompt: Any = record.get("prompt")
+    if all(isinstance(answer, dict) for answer in answers):
+        prompt, answers = record.get("messages", record.get("conversations")), [[answer] for answer in answers]
+    if not all(isinstance(answer, list) for answer in answers):
+        before, *texts = (_text_of(record, key, place, _OF_PREFERENCES) for key in ("prompt", "chosen", "rejected"))
+        return tuple(_answered(before, text, place) for text in texts)
+    chats = [[*(prompt if isinstance(prompt, list) else ()), *answer] for answer in answers]
+    shared = next((n for n, (one, other) in enumerate(zip(*chats, strict=False)) if one != other), None)
+    first = min(map(len, chats)) - 1 if shared is None else shared
+    tools = record.get("tools")
+    return tuple(Record(_chat(chat, tools, place, template, max(first, 0)), False, place) for chat in chats)
+
+
+def _chat(listed: Any, tools: Any, place: str, template: ChatTemplate | None, first: int = 0) -> tuple[Part, ...]:
     if template is None:
         raise DataError(
             f"{place}: a chat needs a tokenizer with a chat template (chat_template.jinja or tokenizer_config.json); "
             "that of data.tokenizer has none"
         )
-    listed = record.get("messages", record.get("conversations"))
     if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
         raise DataError(f"{place}: expected a list of messages, each an object with role and content")
     messages = []
@@ -245,12 +283,10 @@ def _chat(record: dict[str, Any], place: str, template: ChatTemplate | None) -> 
         _check_text(content or "", f"{place}: message {number}")
         given = {**message, "role": _SHAREGPT_ROLES.get(role, role), "content": content or ""}
         messages.append(given | _tool_calls(message, f"{place}: message {number}"))
-    if not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] == "assistant" for message in messages[first:]):
         raise DataError(f"{place}: no message has the role assistant, so there is nothing to learn")
-    tools = record.get("tools")
-    return template.parts(
-        messages, _json(tools.encode(), f"{place}: tools") if isinstance(tools, str) else tools, place
-    )
+    tools = _json(tools.encode(), f"{place}: tools") if isinstance(tools, str) else tools
+    return template.parts(messages, tools, place, first)
 
 
 def _tool_calls(message: dict[str, Any], what: str) -> dict[str, Any]:
@@ -270,10 +306,11 @@ def _tool_calls(message: dict[str, Any], what: str) -> dict[str, Any]:
     return {"tool_calls": parsed}
 
 
-def _text_of(record: dict[str, object], key: str, place: str) -> str:
+def _text_of(record: dict[str, object], key: str, place: str, needed: str = _KINDS) -> str:
     if key not in record:
         keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{place}: no key {key!r}, only {keys}; a record needs {_KINDS}")
+        more = "; training.dpo learns from chosen and rejected" if needed is _KINDS and "chosen" in record else ""
+        raise DataError(f"{place}: no key {key!r}, only {keys}; a record needs {needed}{more}")
     value = record[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key} must be a string, got {type(value).__name__}")

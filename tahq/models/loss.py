@@ -3,8 +3,10 @@
 On CUDA a kernel (`loss_kernels`) computes it, and overwrites logits with their gradient; elsewhere torch's operators
 do.
 
+Of preferences it is that of DPO, from the log-probabilities of whole rows, under the model and under a reference.
+
 With z-loss, what is differentiated also has z·lse² for each labelled token, lse = log Σ exp(logits), which keeps the
-logits from growing; the reported loss does not. Sources: PaLM §5; LLMQ App. A.4.
+logits from growing; the reported loss does not. Sources: PaLM §5; LLMQ App. A.4; Rafailov et al. 2023 (DPO), Eq. 7.
 
 Shapes: B samples, S positions, T = B·S tokens, C hidden channels, V vocabulary.
 """
@@ -47,6 +49,35 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 def soft_capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     """c · tanh(logits / c) with the cap c (Gemma 2); None: the logits."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def preference_loss(
+    log_probs: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor, beta: float, smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of DPO, summed over pairs.
+
+        −log σ(r_chosen − r_rejected)                 with the rewards r = β·(log π(y|x) − log π_ref(y|x))
+
+    With smoothing ε, (1 − ε) of that and ε of the loss of the exchanged answers (conservative DPO, Mitchell 2023).
+    Source: Rafailov et al. 2023, Eq. 7.
+
+    Args:
+        log_probs: Σ log p of each answer's labels, fp32 [2·P]: of each pair the chosen, then the rejected one.
+        reference: the same under the reference.
+        labels: as of `summed_cross_entropy`, int64 [2·P, S]; pairs without any do not count.
+        beta: β.
+        smoothing: ε.
+
+    Returns:
+        The loss, in nats; and fp32 [4], without a graph: the number of pairs, the sums of the rewards of chosen and of
+        rejected answers, and how often the first is higher.
+    """
+    counts = (labels != IGNORED_LABEL).any(1).view(-1, 2).all(1)
+    rewards = beta * (log_probs - reference).view(-1, 2)
+    margins = rewards[:, 0] - rewards[:, 1]
+    losses = -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
+    columns = torch.ones_like(margins), *rewards.unbind(1), (margins > 0).float()
+    return (losses * counts).sum(), torch.stack([(column * counts).sum() for column in columns]).detach()
 
 
 def cross_entropy(

@@ -7,7 +7,8 @@ not take are kept, and written when there is room again.
 
 `tokens` counts the labels of a step, over which the loss is a mean: with prompts and responses, only the responses.
 `computed_tokens` counts all positions that were computed, and `tokens_per_s` is `computed_tokens / step_time_s`. Files
-of version 0.1 have no `computed_tokens`, and their `tokens_per_s` is `tokens / step_time_s`.
+of version 0.1 have no `computed_tokens`, and their `tokens_per_s` is `tokens / step_time_s`. Of DPO the loss is a mean
+over pairs, and its reference's positions are not counted.
 """
 
 import errno
@@ -160,6 +161,8 @@ def step_object(record: StepRecord) -> dict[str, Any]:
     }
     if record.router_loss is not None:
         values["router_loss"] = record.router_loss
+    if record.rewards:
+        values["rewards"] = dict(record.rewards)
     return {name: _strict(value) for name, value in values.items()}
 
 
@@ -206,9 +209,13 @@ def validation_object(record: ValidationRecord) -> dict[str, Any]:
 
 
 def _losses_object(record: ValidationRecord) -> dict[str, Any]:
-    """A validation loss in nats per token, and as a perplexity."""
-    values = {"tokens": record.tokens, "loss": record.loss, "perplexity": perplexity(record.loss)}
-    values |= {"loss_raw": record.loss_raw, "perplexity_raw": perplexity(record.loss_raw)}
+    """A validation loss in nats per token, and as a perplexity; or per pair, and with the accuracy."""
+    values: dict[str, Any]
+    if record.accuracy is not None:
+        values = {"pairs": record.tokens, "loss": record.loss, "loss_raw": record.loss_raw, "accuracy": record.accuracy}
+    else:
+        values = {"tokens": record.tokens, "loss": record.loss, "perplexity": perplexity(record.loss)}
+        values |= {"loss_raw": record.loss_raw, "perplexity_raw": perplexity(record.loss_raw)}
     return {name: _strict(value) for name, value in values.items()}
 
 

@@ -142,7 +142,8 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint}{best})"
     more = ", with training.steps or epochs set to more" if end.steps_done >= end.total_steps else ""
     rows = {
-        "loss": _losses(list(history.losses.values())),
+        "loss": _losses(list(history.losses.values()), "" if history.last is None else history.last.loss_unit),
+        "rewards": "" if history.last is None else figures.rewards(history.last.rewards),
         "speed": f"{rate}, {step_s} per step (medians)",
         "its limit": history.limit_and_advice(),
         "validation": validation_text(history.validation) if history.validation else "",
@@ -158,8 +159,8 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows.items() if text)])
 
 
-def _losses(losses: list[float]) -> str:
-    text = f"{figures.loss(losses[0])} → {figures.loss(losses[-1])} nats per token"
+def _losses(losses: list[float], unit: str) -> str:
+    text = f"{figures.loss(losses[0])} → {figures.loss(losses[-1])} {unit}"
     if len(losses) <= AVERAGED_STEPS:
         return text
     first, last = (figures.loss(fmean(few)) for few in (losses[:AVERAGED_STEPS], losses[-AVERAGED_STEPS:]))
@@ -167,12 +168,22 @@ def _losses(losses: list[float]) -> str:
 
 
 def validation_text(record: ValidationRecord) -> str:
-    """``after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)``; of each set, by name."""
+    """``after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)``; of each set, by name.
+
+    Of DPO: ``after step 2: loss 0.6800, without the codec 0.6750 (accuracy 61 %)``.
+    """
     return f"after step {record.step}: " + "; ".join(
-        f"{each.name}{': ' * bool(each.name)}loss {figures.loss(each.loss)} (perplexity {perplexity(each.loss):.4g}), "
-        f"without the codec {figures.loss(each.loss_raw)} ({perplexity(each.loss_raw):.4g})"
+        f"{each.name}{': ' * bool(each.name)}loss {figures.loss(each.loss)}{coded}, "
+        f"without the codec {figures.loss(each.loss_raw)}{raw}"
         for each in record.sets
+        for coded, raw in [_beside_losses(each)]
     )
+
+
+def _beside_losses(record: ValidationRecord) -> tuple[str, str]:
+    if record.accuracy is not None:
+        return "", f" (accuracy {figures.share(record.accuracy)})"
+    return f" (perplexity {perplexity(record.loss):.4g})", f" ({perplexity(record.loss_raw):.4g})"
 
 
 def sample_lines(record: SamplesRecord) -> list[str]:

@@ -269,6 +269,7 @@ def step_line(record: StepRecord, history: RunHistory) -> str:
     parts = [
         f"step {record.step}/{history.total_steps}",
         f"loss {figures.loss(record.loss)}",
+        figures.rewards(record.rewards),
         figures.tokens_rate(record.tokens_per_s),
         f"{figures.duration(record.step_time_s)} per step",
         f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
@@ -325,7 +326,7 @@ def render(history: RunHistory) -> RenderableType:
     headline = [history.header.name if history.header else "", history.phase]
     if last is not None:
         headline += [f"step {last.step}/{history.total_steps}", f"loss {figures.loss(last.loss)}"]
-        headline += [figures.tokens_rate(last.tokens_per_s)]
+        headline += [*filter(None, [figures.rewards(last.rewards)]), figures.tokens_rate(last.tokens_per_s)]
     if remaining_s:
         headline += [f"{figures.duration(remaining_s)} left"]
     parts: list[RenderableType] = [Text("  ".join(headline), style="bold")]

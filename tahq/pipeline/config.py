@@ -71,6 +71,19 @@ class SamplesConfig(Section):
         return min(seq_len, longest + self.max_tokens)
 
 
+class DpoConfig(Section):
+    """Direct Preference Optimization: chosen answers become likelier than rejected ones, compared with the model
+    without adapters.
+
+    Example: `training.dpo: {beta: 0.1}`
+    """
+
+    beta: float = Field(default=0.1, gt=0)
+    """The lower, the further the model may move from the reference."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs taken to be in the wrong order."""
+
+
 class TrainingConfig(Section):
     """How the weights learn, and for how long: `steps` or `epochs`.
 
@@ -81,6 +94,8 @@ class TrainingConfig(Section):
     """Optimizer steps of the whole run, those before a resume included."""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
     """The same in passes over the training data; 1 if neither is given."""
+    dpo: DpoConfig | None = None
+    """Learn from pairs of answers, each a sample. Needs `adapter`. Not set: from texts."""
     global_batch: int = Field(default=32, ge=1)
     """Samples per optimizer step; a multiple of `micro_batch`."""
     micro_batch: int = Field(default=MICRO_BATCH, ge=1)
@@ -97,7 +112,7 @@ class TrainingConfig(Section):
     qgalore: QGaLoreConfig = QGaLoreConfig()
     """Options of `qgalore` and `galore`."""
     lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate. Not set beside `model.path`: 2e-5; with `adapter`: 2e-4."""
+    """Peak learning rate. Not set beside `model.path`: 2e-5; with `adapter`: 2e-4; with `dpo`: 5e-6."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay of first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
@@ -227,6 +242,21 @@ class TrainingConfig(Section):
     def is_fused(self) -> bool:
         """Whether the backward itself updates weights."""
         return self.is_low_rank and self.qgalore.fused
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences of a sample: both answers of a pair."""
+        return 1 if self.dpo is None else 2
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.micro_batch * self.rows_per_sample
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of a micro-batch, that of DPO's reference included; their activations cross a cut as one tensor."""
+        return 1 if self.dpo is None else 2
 
     @property
     def num_micro_batches(self) -> int:

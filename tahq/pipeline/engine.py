@@ -8,15 +8,19 @@ Invariants:
 - the engine never changes weights: a step ends with gradients, and `update.py` applies the commit;
 - a step that is abandoned still sends and takes every frame, void ones, so that no frame of it is left on a link;
 - a frozen chunk has forwards only, keeps nothing of them, and gets no gradient;
+- with DPO each forward also computes the reference, the same rows without adapters, first; from the first trained chunk
+  on its activations follow the others in one tensor of 2·B rows, to which only the first B get a gradient;
 - a backward, or the input-gradient half of a split one, frees the activations; its graph is freed beside the next.
 
-Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabulary.
+Shapes: B rows per micro-batch (samples, or with DPO both answers of each), S tokens, C channels, V words of the
+vocabulary.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -25,12 +29,15 @@ from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.memory.agoq.stored_gradients import scale_gradients
 from tahq.memory.galore.qgalore import low_rank_weights
+from tahq.models.adapters.lora import without_adapters
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.experts.load_balance import Balance, RouterLoss
 from tahq.models.keyed_dropout import RandomContext
+from tahq.models.loss import preference_loss
 from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
+from tahq.pipeline.config import DpoConfig
 from tahq.pipeline.gradient_sum import GradientSum
 from tahq.pipeline.gradients import TiedEmbedding, gradient_scale
 from tahq.pipeline.schedule.schedule import Action, ActionKind
@@ -69,6 +76,11 @@ class Chunk:
         """See `ModelSlice.loss`."""
         with _autocast(y, bf16):
             return self.module.loss(y, labels, divisor)
+
+    def log_probs(self, y: torch.Tensor, labels: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+        """Σ log p of each row's labels, fp32 [B]; `y` and `labels` as of `loss`."""
+        rows = zip(torch.split(y, 1), torch.split(labels, 1), strict=True)
+        return -torch.stack([self.loss(*row, bf16=bf16)[0] for row in rows])
 
     def logits(self, y: torch.Tensor, places: torch.Tensor, *, bf16: bool) -> torch.Tensor:
         """See `ModelSlice.logits`."""
@@ -112,17 +124,24 @@ class StepResult:
     batch_digest: str = ""
     router_loss: float | None = None
     """This stage's part of the load-balancing loss, times its coefficient; None: there is none."""
+    rewards: list[float] = field(default_factory=list)
+    """Of DPO, on the last stage: pairs, over which the loss is summed, sums of the rewards of their chosen and rejected
+    answers, and how often the first was higher."""
     is_abandoned: bool = False
     """Whether there is no outcome: the step was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Loss of a validation set summed over `tokens`, in nats: with the wire's codecs, and with raw ones."""
+    """Loss of a validation set summed over `tokens`, or over pairs, in nats: with the wire's codecs, and with raw ones.
+
+    `num_right`: pairs whose chosen answer has the higher reward, with raw ones; 0: there are none.
+    """
 
     tokens: int
     loss_sum: float
     raw_loss_sum: float
+    num_right: float = 0.0
 
 
 @dataclass(slots=True)
@@ -137,6 +156,8 @@ class _Step:
     deferred: dict[tuple[int, int], DeferredGradients] = field(default_factory=dict)
     """By (chunk, micro-batch): weight gradients of a split backward that are not computed yet."""
     losses: list[torch.Tensor] = field(default_factory=list)
+    rewards: list[torch.Tensor] = field(default_factory=list)
+    """Of each micro-batch, as in `StepResult`."""
     router_losses: list[torch.Tensor] = field(default_factory=list)
     spent: torch.Tensor | None = None
     """The output whose backward ran last."""
@@ -162,6 +183,7 @@ class StageEngine:
         tied: exchanges the gradients of tied embeddings.
         sums: sums gradients over the replicas of the pipeline; None: there is one.
         loans: lends weights among them; None: each has its own.
+        dpo: learns from pairs of answers; None: from texts.
         router_loss: balances the load of experts; None: nothing does.
         on_action: called before each action with (step, action); may raise to end the step.
         on_step: called with each step's number before it is computed.
@@ -181,6 +203,7 @@ class StageEngine:
     tied: TiedEmbedding | None = None
     sums: GradientSum | None = None
     loans: WeightLoans | None = None
+    dpo: DpoConfig | None = None
     router_loss: RouterLoss | None = None
     on_action: Callable[[int, Action], None] | None = None
     on_step: Callable[[int], None] | None = None
@@ -263,6 +286,8 @@ class StageEngine:
         if step.losses:
             result.loss_sum = math.fsum(torch.stack(step.losses).tolist())
             result.tokens = _given(batch).num_tokens
+        if step.rewards:
+            result.rewards = [math.fsum(column) for column in zip(*torch.stack(step.rewards).tolist(), strict=True)]
         if step.router_losses:
             parts = torch.stack(step.router_losses).tolist()
             result.router_loss = math.fsum(parts) / self.shape.num_micro_batches
@@ -279,13 +304,17 @@ class StageEngine:
         if chunk.incoming is None:
             tokens, _ = _given(step.batch).micro_batch(number)
             x, positions = tokens.to(self.device, non_blocking=True), _given(step.batch).micro_batch_positions(number)
+            of_reference = x
         else:
-            x = self._take(step).to(chunk.residual).requires_grad_(chunk.sends_gradient)
+            x, of_reference = (part.to(chunk.residual) for part in self._divided(self._take(step)))
+            x.requires_grad_(chunk.sends_gradient)
             id = chunk.incoming.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.FORWARD)
             positions = chunk.incoming.positions.pop(id, None)
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return
+        labels = self._labels(step.batch, number) if chunk.outgoing is None else None
+        reference = self._reference(chunk, of_reference, positions, labels, action)
         chunk.module.deferred = step.deferred.setdefault(key, DeferredGradients()) if key in self._split else None
         balance = chunk.module.balance = self._balance(step, chunk, action.micro_batch)
         place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
@@ -293,7 +322,7 @@ class StageEngine:
         with self.stopwatch.measure("forward", action), torch.set_grad_enabled(not chunk.is_frozen):
             y = chunk.compute(x, positions, bf16=self.bf16)
             if chunk.outgoing is None:
-                y = self._loss(step, chunk, y, number)
+                y = self._loss(step, chunk, y, _given(labels), reference)
             elif positions is not None:
                 id = chunk.outgoing.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.FORWARD)
                 chunk.outgoing.positions[id] = positions
@@ -301,7 +330,7 @@ class StageEngine:
             step.in_flight[key] = (x, y, balance)
         if balance is not None and (chunk.outgoing is None or not balance.loss.is_pooled):
             step.router_losses.append(balance.value())
-        self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach(), balance)
+        self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, _joined(y, reference), balance)
         if chunk.is_frozen:  # else micro-batches in flight are the bound on outputs that are not encoded yet
             self.lanes.pace()
 
@@ -324,10 +353,50 @@ class StageEngine:
             return torch.empty(0)
         return x
 
-    def _loss(self, step: _Step, chunk: Chunk, y: torch.Tensor, number: int) -> torch.Tensor:
-        """The part of the step's mean loss of its micro-batch `number`, times the gradient scale."""
+    def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model continues with of what has come, and its reference: the same where nothing is trained yet."""
+        if self.dpo is None or len(x) <= self.shape.micro_batch:
+            return x, x
+        own, of_reference = (part.clone() for part in x.chunk(2))  # so that each is freed by itself
+        return own, of_reference
+
+    def _reference(
+        self,
+        chunk: Chunk,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        action: Action | None = None,
+    ) -> torch.Tensor | None:
+        """A chunk's output without adapters, or with `labels` the log-probabilities of rows [B]; None: not needed."""
+        if self.dpo is None or chunk.is_frozen:
+            return None
+        chunk.module.balance = None
+        with torch.no_grad(), without_adapters(), self.stopwatch.measure("forward", action):
+            y = chunk.compute(x, positions, bf16=self.bf16)
+            return y if labels is None else chunk.log_probs(y, labels, bf16=self.bf16)
+
+    def _labels(self, batch: StepBatch | None, number: int) -> torch.Tensor:
+        return _given(batch).micro_batch(number)[1].to(self.device, non_blocking=True)
+
+    def _preferences(
+        self, chunk: Chunk, y: torch.Tensor, labels: torch.Tensor, reference: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `preference_loss`."""
+        assert self.dpo is not None, "there is a reference"
+        log_probs = chunk.log_probs(y, labels, bf16=self.bf16)
+        return preference_loss(log_probs, reference, labels, self.dpo.beta, self.dpo.label_smoothing)
+
+    def _loss(
+        self, step: _Step, chunk: Chunk, y: torch.Tensor, labels: torch.Tensor, reference: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A micro-batch's part of the step's mean loss, times the gradient scale."""
         batch = _given(step.batch)
-        labels = batch.micro_batch(number)[1].to(self.device, non_blocking=True)
+        if reference is not None:
+            loss, rewards = self._preferences(chunk, y, labels, reference)
+            step.losses.append(loss.detach())
+            step.rewards.append(rewards)
+            return loss / (max(batch.num_pairs, 1) / self.shape.gradient_scale)
         divisor = max(batch.num_tokens, 1) / self.shape.gradient_scale
         loss, summed = chunk.loss(y, labels, divisor, bf16=self.bf16)
         step.losses.append(summed)
@@ -393,11 +462,18 @@ class StageEngine:
             direction = Direction.FORWARD if is_forward else Direction.BACKWARD
             id = boundary.name(step.number, Purpose.TRAIN, action.micro_batch, direction)
             num_attached = 0 if self.router_loss is None else self.router_loss.num_sent[direction]
-            boundary.post(id, self.shape.boundary, num_attached=num_attached)
+            shape = self._received_shape(chunk) if is_forward else self.shape.boundary
+            boundary.post(id, shape, num_attached=num_attached)
             sample_ids = step.sample_ids[action.micro_batch] if step.sample_ids is not None else None
             waiting = "wait:memory" if action in self._held_up else boundary.waiting
             receives.append(Receive(boundary, id, sample_ids, waiting))
         return receives
+
+    def _received_shape(self, chunk: Chunk) -> tuple[int, int, int]:
+        """Of the activations that a chunk receives, its reference's included."""
+        rows, length, channels = self.shape.boundary
+        num_forwards = 1 if self.dpo is None or not chunk.sends_gradient else 2
+        return num_forwards * rows, length, channels
 
     # -- evaluation ------------------------------------------------------------------------------
 
@@ -418,13 +494,15 @@ class StageEngine:
         raw = self._validate(Purpose.EVAL_RAW, step, num_batches, num_sets, working)
         if all(chunk.outgoing is not None for chunk in self.chunks.values()):
             return []
-        return [EvaluationResult(*sums, raw_loss) for sums, (_, raw_loss) in zip(coded, raw, strict=True)]
+        pairs = zip(coded, raw, strict=True)
+        return [EvaluationResult(count, loss, *of_raw) for (count, loss, _), (_, *of_raw) in pairs]
 
     @torch.no_grad()
     def _validate(
         self, purpose: Purpose, step: int, num_batches: int, num_sets: int, working: Callable[[str], None]
-    ) -> list[tuple[int, float]]:
-        """Tokens and summed loss of each validation set, as far as this stage knows them."""
+    ) -> list[tuple[int, float, float]]:
+        """Tokens, or pairs, their summed loss, and how many pairs are right, of each validation set, as far as this
+        stage knows them."""
         count, num_all = self.shape.num_micro_batches, num_sets * num_batches
         if self.loans is not None:
             self.loans.begin(step, purpose)
@@ -435,45 +513,62 @@ class StageEngine:
             if chunk.incoming is not None:
                 for index in range(num_all * count):
                     id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
-                    chunk.incoming.post(id, self.shape.boundary)
-        sums, activity = [(0, 0.0)] * num_sets, "evaluating" if purpose is Purpose.EVAL else "evaluating without codecs"
+                    chunk.incoming.post(id, self._received_shape(chunk))
+        sums = [(0, 0.0, 0.0)] * num_sets
+        activity = "evaluating" if purpose is Purpose.EVAL else "evaluating without codecs"
         for number in range(num_all):
             own, place = divmod(number, num_batches)
             batch = self.batches.validation(place, own) if self.batches is not None else None
-            tokens, loss_sum = sums[own]
+            count_so_far, loss_sum, num_right = sums[own]
             for index in range(number * count, (number + 1) * count):
                 working(f"{activity}, micro-batch {index + 1}/{num_all * count}")
-                loss_sum += self._validate_micro_batch(purpose, step, index, batch)
-            sums[own] = (tokens + (batch.num_tokens if batch is not None else 0), loss_sum)
+                loss, right = self._validate_micro_batch(purpose, step, index, batch)
+                loss_sum, num_right = loss_sum + loss, num_right + right
+            more = 0 if batch is None else batch.num_tokens if self.dpo is None else batch.num_pairs
+            sums[own] = (count_so_far + more, loss_sum, num_right)
         return sums
 
-    def _validate_micro_batch(self, purpose: Purpose, step: int, index: int, batch: StepBatch | None) -> float:
-        """The loss on the last stage, 0 elsewhere."""
-        micro_batch, loss = index % self.shape.num_micro_batches, 0.0
+    def _validate_micro_batch(
+        self, purpose: Purpose, step: int, index: int, batch: StepBatch | None
+    ) -> tuple[float, float]:
+        """The loss on the last stage, and how many pairs are right; 0 elsewhere."""
+        micro_batch, found = index % self.shape.num_micro_batches, (0.0, 0.0)
         for _, chunk in sorted(self.chunks.items()):
             if chunk.incoming is None:
-                x = _given(batch).micro_batch(micro_batch)[0].to(self.device)
+                x = of_reference = _given(batch).micro_batch(micro_batch)[0].to(self.device)
                 positions = _given(batch).micro_batch_positions(micro_batch)
             else:
                 id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
-                x = chunk.incoming.receive(id)
+                x, of_reference = self._divided(chunk.incoming.receive(id))
                 positions = chunk.incoming.positions.pop(id, None)
+            labels = self._labels(batch, micro_batch) if chunk.outgoing is None else None
+            reference = self._reference(chunk, of_reference, positions, labels)
             y = chunk.compute(x, positions, bf16=self.bf16)
             if chunk.outgoing is not None:
                 id = chunk.outgoing.name(step, purpose, index, Direction.FORWARD)
                 if positions is not None:
                     chunk.outgoing.positions[id] = positions
-                chunk.outgoing.send(id, y.to(BOUNDARY_DTYPE))
+                chunk.outgoing.send(id, _joined(y, reference).to(BOUNDARY_DTYPE))
+            elif reference is not None:
+                loss, rewards = self._preferences(chunk, y, _given(labels), reference)
+                found = float(loss), float(rewards[-1])
             else:
-                labels = _given(batch).micro_batch(micro_batch)[1].to(self.device)
-                loss = float(chunk.loss(y, labels, bf16=self.bf16)[1])
-        return loss
+                found = float(chunk.loss(y, _given(labels), bf16=self.bf16)[1]), 0.0
+        return found
 
 
-def _given(batch: StepBatch | None) -> StepBatch:
-    if batch is None:
+T = TypeVar("T")
+
+
+def _given(part: T | None) -> T:
+    if part is None:
         raise AssertionError("first and last stage need a batch source")
-    return batch
+    return part
+
+
+def _joined(y: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    """An output with its reference's, for the next stage."""
+    return y.detach() if reference is None or reference.ndim < 2 else torch.cat((y.detach(), reference))
 
 
 def held_up_by_depth(actions: Sequence[Action], sources: set[int]) -> set[Action]:

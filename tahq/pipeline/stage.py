@@ -123,7 +123,7 @@ class Stage:
         low_rank = {name: w for module in modules.values() for name, w in low_rank_weights(module).items()}
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
-        sizes = training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
+        sizes = training.num_micro_batches, training.rows, plan.seq_len, self._module.spec.hidden_size
         self._shape = StepShape(*sizes, plan.pipeline.replicas)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
         self._shares: dict[str, Share] = {}
@@ -163,6 +163,7 @@ class Stage:
             tied=tied,
             sums=self._sums(modules) if self._replicas else None,
             loans=self._loans(modules, lanes.send) if "weights" in plan.shards else None,
+            dpo=training.dpo,
             router_loss=router_loss_of(training.router_aux_loss, self._module.spec),
             on_action=on_action,
             on_step=self.update.begin,

@@ -81,6 +81,8 @@ class ModelNumbers:
         first_trainable: blocks before it have a forward only, and so has the embedding where there are such blocks.
         options: of which each stage takes the fastest that fits; all with the same micro-batch sizes, those that may be
             chosen.
+        seq_len: tokens of a sample, of a pair of answers those of both.
+        num_forwards: of a micro-batch, see `TrainingConfig.num_forwards`.
         attached_nbytes: most bytes that travel behind a tensor (`training.router_aux_loss`).
         trained: elements that are trained of a block from `first_trainable` on, and of each end of the model; replicas
             sum their gradients.
@@ -94,6 +96,7 @@ class ModelNumbers:
     first_trainable: int = 0
     attached_nbytes: int = 0
     trained: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    num_forwards: int = 1
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -138,9 +141,9 @@ class PlanProblem:
     piece_nbytes: int | None = None
     firsts: tuple[First, ...] = ("oldest",)
 
-    def frame_nbytes(self, codec: str, micro_batch: int) -> float:
-        """Bytes of a frame on the wire, its pieces' headers included."""
-        shape = (micro_batch, self.model.seq_len, self.model.hidden_size)
+    def frame_nbytes(self, codec: str, micro_batch: int, num_forwards: int = 1) -> float:
+        """Bytes of a frame on the wire, its pieces' headers included; of so many forwards, or of a gradient."""
+        shape = (num_forwards * micro_batch, self.model.seq_len, self.model.hidden_size)
         return _frame_nbytes(codec, shape, self.model.attached_nbytes, self.piece_nbytes or 1 << 62)
 
     def num_elements(self, micro_batch: int) -> int:

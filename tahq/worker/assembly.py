@@ -270,8 +270,9 @@ class StageData:
     def load(cls, config: ClusterConfig) -> "StageData":
         """Read what `data:` names; validation sets only if the run evaluates them."""
         tokenizer = load_tokenizer(config.data)
-        dataset = load_dataset(config.data, tokenizer, config.training.global_batch)
-        evaluates = config.training.eval_every is not None
+        training = config.training
+        dataset = load_dataset(config.data, tokenizer, training.global_batch, are_preferences=training.dpo is not None)
+        evaluates = training.eval_every is not None
         return cls(tokenizer, dataset, load_validation(config.data, dataset, tokenizer) if evaluates else ())
 
     @property

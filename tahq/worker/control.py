@@ -287,6 +287,7 @@ class WorkerTraining:
             finite=result.finite,
             loss_sum=result.loss_sum,
             router_loss=result.router_loss,
+            rewards=result.rewards,
             tokens=result.tokens,
             batch_digest=result.batch_digest,
             timing=stage.stopwatch.take(),
@@ -347,7 +348,8 @@ class WorkerTraining:
             samples = self._sampler.texts(step, partial(self._before_token, step))
         if (sums or samples) and self._stage.is_of_first_replica:
             losses = [each.loss_sum for each in sums], [each.raw_loss_sum for each in sums]
-            self._control.send(Evaluated(step, [each.tokens for each in sums], *losses, samples))
+            num_right = [each.num_right for each in sums if self._config.training.dpo is not None]
+            self._control.send(Evaluated(step, [each.tokens for each in sums], *losses, samples, num_right))
 
     def _before_token(self, step: int, number: int) -> None:
         self._control.working(f"writing samples, token {number + 1}")

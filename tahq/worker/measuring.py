@@ -28,6 +28,7 @@ from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
 from tahq.memory.small_floats.nf4 import packed_weight
 from tahq.memory.stored_slice import materialise
+from tahq.models.adapters.lora import without_adapters
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, Parts, sharing_copies_of
@@ -411,8 +412,8 @@ class ComputeMeasurement:
 
     def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
         """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""
-        mark = self._timer.mark
-        size = (micro_batch, self._config.data.seq_len)
+        mark, training = self._timer.mark, self._config.training
+        size = (micro_batch * training.rows_per_sample, self._config.data.seq_len)
         generator = torch.Generator("cpu").manual_seed(0)
         if model.parts.embedding:
             x = torch.randint(self._spec.vocab_size, size, generator=generator).to(self._device)
@@ -422,6 +423,9 @@ class ComputeMeasurement:
 
         def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+                if training.dpo is not None:
+                    with torch.no_grad(), without_adapters():
+                        model(x)
                 y = model(x)
                 if model.parts.head:
                     return model.loss(y, labels)[0], None

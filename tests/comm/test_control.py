@@ -113,6 +113,7 @@ PREPARE = {
     "abandoned": False,
     "peak_bytes": 0,
     "router_loss": None,
+    "rewards": [],
 }
 
 

@@ -134,6 +134,37 @@ def test_samples_are_shown_with_what_has_no_loss_in_brackets(tmp_path, tokenizer
     assert text == "⟦<eot>⟧4 times 4<eot>"
 
 
+RIGHT, WRONG = ([{"role": "assistant", "content": text}] for text in ("16", "15"))
+PREFERENCES = {
+    "messages behind a prompt of messages": {"prompt": TALK[:4], "chosen": RIGHT, "rejected": WRONG},
+    "an answer behind messages": {"messages": TALK[:4], "chosen": RIGHT[0], "rejected": WRONG[0]},
+    "whole chats": {"chosen": TALK, "rejected": [*TALK[:4], *WRONG]},
+    "whole chats beside other keys": {"prompt": "And 4?", "chosen": TALK, "rejected": [*TALK[:4], *WRONG]},
+}
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_3, QWEN_3], ids=["ChatML", "Llama 3", "Qwen 3"])
+@pytest.mark.parametrize("form", PREFERENCES)
+def test_preferences_that_are_chats_have_a_loss_on_their_last_answer_only(tmp_path, tokenizer_with, form, template):
+    config = config_of(tmp_path, tokenizer_with(template), {"messages": TALK, "score": 3} | PREFERENCES[form])
+    tokenizer = load_tokenizer(config)
+    dataset = load_dataset(config, tokenizer, are_preferences=True)
+    chosen, rejected = shown_samples(dataset, tokenizer)
+    prompt, answer = chosen.removeprefix("⟦").split("⟧")
+    assert "9" in prompt
+    assert prompt.rstrip().endswith(("assistant", "assistant<|end_header_id|>"))
+    assert answer.replace("16", "15") == rejected.split("⟧")[1]
+    assert rejected.startswith(f"⟦{prompt}⟧")
+
+
+def test_preferences_with_the_same_chat_twice_are_kept(tmp_path, tokenizer_with):
+    config = config_of(tmp_path, tokenizer_with(CHATML), {"chosen": TALK, "rejected": TALK})
+    tokenizer = load_tokenizer(config)
+    chosen, rejected = shown_samples(load_dataset(config, tokenizer, are_preferences=True), tokenizer)
+    assert chosen == rejected
+    assert chosen.endswith("assistant\n⟧16<|im_end|>")
+
+
 @pytest.mark.parametrize("content", ["", None, "I multiply."])
 @pytest.mark.parametrize("arguments", [{"a": 3}, '{"a": 3}'], ids=["object", "JSON"])
 def test_turns_with_tool_calls_have_a_loss_on_the_calls(tmp_path, tokenizer_with, content, arguments):

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tahq.memory.agoq.stored_gradients import gradient_of, store_gradient
-from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy, summed_cross_entropy
+from tahq.models.loss import (
+    IGNORED_LABEL,
+    chunked_cross_entropy,
+    cross_entropy,
+    preference_loss,
+    summed_cross_entropy,
+)
 from tahq.models.partition import BlockRange
 
 BATCH, CHANNELS, WORDS = 3, 32, 70
@@ -147,3 +153,19 @@ def test_slice_with_chunks_returns_what_its_loss_takes(family):
     torch.testing.assert_close(losses[0][1], losses[1][1])
     assert logits[0].shape == (MICRO_BATCH, VOCAB)
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_loss_of_preferences_is_that_of_the_paper_and_leaves_out_rows_without_labels():
+    log_probs = torch.tensor([-3.0, -5.0, -4.0, -2.0, 0.0, 0.0], requires_grad=True)
+    reference = torch.tensor([-4.0, -4.5, -3.0, -2.0, 0.0, 0.0])
+    labels = torch.full((6, 3), IGNORED_LABEL)
+    labels[:4, 1] = 7
+    loss, sums = preference_loss(log_probs, reference, labels, 0.5, 0.25)
+    margins = torch.tensor([0.5 * (1.0 - -0.5), 0.5 * (-1.0 - 0.0)])
+    per_pair = 0.75 * torch.log1p(torch.exp(-margins)) + 0.25 * torch.log1p(torch.exp(margins))
+    assert loss.item() == pytest.approx(per_pair.sum().item())
+    assert sums.tolist() == [2.0, 0.0, -0.25, 1.0]
+    loss.backward()
+    slopes = 0.5 * (0.25 * torch.sigmoid(margins) - 0.75 * torch.sigmoid(-margins))
+    expected = torch.stack([slopes, -slopes], 1).flatten().tolist()
+    assert log_probs.grad.tolist() == pytest.approx([*expected, 0.0, 0.0])

@@ -112,6 +112,8 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
             f"{config.run.name} was trained by {training.optimizer}, whose weights and subspaces a probe cannot "
             "resume; write its model to a folder with tahq export, and give that with --weights"
         )
+    if training.dpo is not None:
+        raise UserError("tahq probe takes the loss of tokens; probe without training.dpo, on prompts and responses")
     if config.pipeline.stages == 1:
         raise UserError("pipeline.stages is 1, so nothing crosses a wire; probe with --set pipeline.stages=2 or more")
     wires = tuple(map(parse_wire, request.wires)) or default_wires(config)

@@ -125,7 +125,8 @@ class RunFeed:
             if validation is not None:
                 sets = row.get("validations", {"": row["validation"]}).items()
                 losses = ", ".join(f"{name} {figures.loss(float(each['loss']))}".strip() for name, each in sets)
-                self._validation = f"{losses} nats per token after step {self._step}"
+                unit = "pair" if "rewards" in row else "token"
+                self._validation = f"{losses} nats per {unit} after step {self._step}"
             values = [self._step, *(_finite(row.get(key)) for key in ("loss", "tokens_per_s")), _finite(validation)]
         except WRONG:
             self._num_damaged += 1
@@ -205,7 +206,8 @@ class RunFeed:
         left_s = step_s * (total_steps - last.step)
         depths = f", in flight {' '.join(map(str, last.in_flight))}" if last.in_flight else ""
         values = {
-            "loss": f"{figures.loss(last.loss)} nats per token",
+            "loss": f"{figures.loss(last.loss)} {last.loss_unit}",
+            "rewards": figures.rewards(last.rewards),
             "validation loss": self._validation,
             "speed": figures.tokens_rate(last.tokens_per_s),
             "time per step": f"{figures.duration(step_s)}",

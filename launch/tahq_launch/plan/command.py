@@ -268,11 +268,11 @@ def _links(planned: Planned) -> str:
     rows = []
     for cut in range(plan.num_stages - 1):
         before, after = plan.hosts[cut], plan.hosts[cut + 1]
-        for codec, source, target, arrow in (
-            (plan.activations[cut], before, after, "→"),
-            (plan.gradients[cut], after, before, "←"),
+        for codec, source, target, arrow, num in (
+            (plan.activations[cut], before, after, "→", table.problem.model.num_forwards),
+            (plan.gradients[cut], after, before, "←", 1),
         ):
-            nbytes = table.problem.frame_nbytes(codec, plan.micro_batch)
+            nbytes = table.problem.frame_nbytes(codec, plan.micro_batch, num)
             rate = float(table.pair_rate[source, target])
             ends, shown_rate = f"{names[cut]} {arrow} {names[cut + 1]}", format_rate(rate) if rate < math.inf else "–"
             shown_rate += " (relayed)" * bool(table.relayed[source, target])

@@ -141,8 +141,10 @@ class _DryRun:
             f"run {self.config.run.name}: {source}, {sum(self.num_parameters):,} parameters{self._adapters()}\n"
             f"  {spec.num_layers} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}, "
             f"sequences of {self.config.data.seq_len} tokens{shorter}\n"
-            f"  {length} of {training.global_batch} samples = {training.num_micro_batches} micro-batches of "
+            f"  {length} of {training.global_batch} {'samples' if training.dpo is None else 'pairs of answers'} = "
+            f"{training.num_micro_batches} micro-batches of "
             f"{training.micro_batch}; {training.optimizer}, learning rate {training.lr:g}"
+            f"{'' if training.dpo is None else f', DPO with beta {training.dpo.beta:g}'}"
         )
 
     def _adapters(self) -> str:
@@ -157,17 +159,19 @@ class _DryRun:
 
     def _samples(self) -> str:
         """The first records as the model sees them; none where the data is not on this machine."""
-        data = self.config.data
+        data, training = self.config.data, self.config.training
         if data.records is None:
             return ""
         try:
-            tokenizer = load_tokenizer(data)
-            dataset = load_dataset(data, tokenizer, self.config.training.global_batch)
+            tokenizer, are_preferences = load_tokenizer(data), training.dpo is not None
+            dataset = load_dataset(data, tokenizer, training.global_batch, are_preferences=are_preferences)
         except DataError as error:
             return f"Samples: not shown here: {error}"
         assert isinstance(dataset, RecordDataset)
         samples = map(repr, shown_samples(dataset, tokenizer))
-        return "\n".join(["Samples; what has no loss is in ⟦brackets⟧", *samples, dataset.summary, *dataset.notes])
+        kinds = ", chosen and rejected in turn" * are_preferences
+        title = f"Samples{kinds}; what has no loss is in ⟦brackets⟧"
+        return "\n".join([title, *samples, dataset.summary, *dataset.notes])
 
     def _layers(self) -> str:
         rows = []

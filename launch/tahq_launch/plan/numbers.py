@@ -84,7 +84,7 @@ def _slept_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTime
 def _counted_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTimes], str]:
     costs = counted_costs(spec, config.data.seq_len)
     kinds = [stage_device(config, stage).type for stage in range(config.pipeline.num_workers)]
-    tokens = config.training.micro_batch * config.data.seq_len
+    tokens, num_forwards = config.training.rows * config.data.seq_len, config.training.num_forwards
     rows = []
     for kind in kinds:
         scale = tokens / ASSUMED_MULTIPLY_ADDS_PER_S[kind]
@@ -92,9 +92,9 @@ def _counted_times(config: ClusterConfig, spec: ModelSpec) -> tuple[list[LayerTi
         rows.append(
             LayerTimes(
                 micro_batch=config.training.micro_batch,
-                block_forward=block,
+                block_forward=num_forwards * block,
                 block_backward=2 * block,
-                last_forward=head,
+                last_forward=num_forwards * head,
                 last_backward=2 * head,
             )
         )

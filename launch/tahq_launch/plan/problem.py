@@ -164,12 +164,13 @@ def model_numbers(
     return ModelNumbers(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        seq_len=config.data.seq_len,
+        seq_len=config.training.rows_per_sample * config.data.seq_len,
         global_batch=config.training.global_batch,
         options=tuple(every),
         first_trainable=first_trainable,
         attached_nbytes=max(attached_nbytes(config, spec)),
         trained=trained,
+        num_forwards=config.training.num_forwards,
     )
 
 

@@ -12,7 +12,7 @@ from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import attached_nbytes, frozen_chunks
+from tahq.config.stage_estimate import attached_nbytes, boundary_shapes, frozen_chunks
 from tahq.models.model_spec import ModelSpec
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
 from tahq.plan.cluster_numbers import ClusterNumbers, RelayNumbers, host_labels
@@ -118,18 +118,20 @@ def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[StepFlow, ...]:
     No gradients are sent to chunks in which nothing is trained.
     """
     stages, cuts, wire = config.pipeline.stages, config.pipeline.num_chunks - 1, config.wire
-    boundary = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    to_trained, boundary = boundary_shapes(config, spec)
     codecs = {Direction.FORWARD: wire.activations, Direction.BACKWARD: wire.gradients}
     flows: list[StepFlow] = []
     num_frames, num_frozen = config.training.num_micro_batches // config.pipeline.replicas, frozen_chunks(config, spec)
     for cut in range(cuts):
         ends = cut % stages, (cut + 1) % stages
-        for flow in _flows(config, cut, ends, codecs, boundary, num_frames, attached_nbytes(config, spec)):
-            has_none = flow.direction is Direction.BACKWARD and cut < num_frozen
+        is_frozen, attached = cut < num_frozen, attached_nbytes(config, spec)
+        shapes = boundary if is_frozen else to_trained, boundary
+        for flow in _flows(config, cut, ends, codecs, shapes, num_frames, attached):
+            has_none = flow.direction is Direction.BACKWARD and is_frozen
             flows.append(replace(flow, num_frames=0) if has_none else flow)
     if config.model.tie == "sync" and stages > 1:
         codecs = dict.fromkeys(codecs, _TIE_CODEC)
-        flows += _flows(config, cuts, (0, stages - 1), codecs, (spec.vocab_size, spec.hidden_size), 1)
+        flows += _flows(config, cuts, (0, stages - 1), codecs, ((spec.vocab_size, spec.hidden_size),) * 2, 1)
     return tuple(flows)
 
 
@@ -138,12 +140,13 @@ def _flows(
     link: int,
     ends: tuple[int, int],
     codecs: Mapping[Direction, str],
-    shape: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
     num_frames: int,
     attached: tuple[int, int] = (0, 0),
 ) -> Iterator[StepFlow]:
     for direction, codec in codecs.items():
         source, target = ends if direction is Direction.FORWARD else ends[::-1]
+        shape = shapes[direction]
         payload_nbytes = get_codec(codec).encoded_nbytes(shape) + attached[direction]
         if config.transport_between(source, target) == "zmq":  # a header per piece
             piece = config.shaping(source).message_nbytes

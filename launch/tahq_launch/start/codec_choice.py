@@ -29,7 +29,7 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
 
 def _ladders(config: ClusterConfig) -> dict[Traffic, Ladder]:
     channels = config.model.hidden_size or resolved_spec(config, None).hidden_size
-    shape = (config.training.micro_batch, config.data.seq_len, channels)
+    shape = (config.training.rows, config.data.seq_len, channels)
     ladders: dict[Traffic, Ladder] = {}
     for name, rungs in config.wire.rungs().items():
         try:

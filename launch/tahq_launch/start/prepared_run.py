@@ -225,7 +225,7 @@ def _coordinator_options(
         version=__version__,
         training=config.training,
         validation_sets=tuple(config.data.validation_sets),
-        tokens_per_step=config.training.global_batch * config.data.seq_len,
+        tokens_per_step=config.training.global_batch * config.training.rows_per_sample * config.data.seq_len,
         checkpoint_every=run.checkpoint_every,
         keep_checkpoints=run.keep_checkpoints,
         best=_best(config),

@@ -319,6 +319,9 @@ class Prepare:
     """Most memory that I have held on my device so far; 0: unknown."""
     router_loss: float | None = None
     """My part of the load-balancing loss of experts; the parts of all stages add up to it."""
+    rewards: list[float] = field(default_factory=list)
+    """Of DPO, from the last stage: pairs, over which the loss is summed, sums of the rewards of their chosen and
+    rejected answers, and how often the first was higher. Empty: the loss is summed over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +356,15 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """worker → coordinator (last stage): for each validation set, tokens and loss sums in nats, with the codec and
-    without; and the text behind each prompt. Empty: not asked for."""
+    without; and the text behind each prompt. Empty: not asked for. With DPO tokens are pairs, of which `num_right` have
+    the chosen answer's reward above the other's."""
 
     step: int
     tokens: list[int]
     loss_sum: list[float]
     raw_loss_sum: list[float]
     samples: list[str] = field(default_factory=list)
+    num_right: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ Sources: Hu et al. 2021 (LoRA), §4.1; Kalajdzievski 2023 (rsLoRA), §3; Liu et 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -83,9 +85,22 @@ def use_adapters(tree: nn.Module, config: AdapterConfig) -> None:
 
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
+_are_off: ContextVar[bool] = ContextVar("adapters are off", default=False)
+
+
+@contextmanager
+def without_adapters() -> Iterator[None]:
+    """A context in which this thread computes as if no layer had an adapter."""
+    token = _are_off.set(True)
+    try:
+        yield
+    finally:
+        _are_off.reset(token)
 
 
 def _lora(layer: Any, forward: _Function, scale: float, x: torch.Tensor) -> torch.Tensor:
+    if _are_off.get():
+        return forward(x)
     y: torch.Tensor = forward(x) + scale * layer.lora_B(layer.lora_A(layer.lora_dropout(x)))
     return y
 
@@ -93,6 +108,8 @@ def _lora(layer: Any, forward: _Function, scale: float, x: torch.Tensor) -> torc
 def _dora(layer: Any, forward: _Function, scale: float, x: torch.Tensor) -> torch.Tensor:
     """As peft computes it, whose dropout holds for the product with W too, in what is added to the layer's output."""
     y: torch.Tensor = forward(x)
+    if _are_off.get():
+        return y
     plain = y
     dropped = layer.lora_dropout(x)
     if dropped is not x:

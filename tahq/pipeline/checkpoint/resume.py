@@ -331,6 +331,11 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "training.steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
     "training.epochs": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
+    "training.dpo": KeyRule(
+        Verdict.INEXACT,
+        "the gradient is that of another loss",
+        allowed_if=lambda old, new: (_get(old, "training.dpo") is None) == (_get(new, "training.dpo") is None),
+    ),
     "training.global_batch": KeyRule(Verdict.REFUSED, "the position in the data counts steps of that size"),
     "training.micro_batch": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "training.optimizer": KeyRule(Verdict.REFUSED, "the checkpoint has that optimizer's states"),

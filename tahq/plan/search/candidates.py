@@ -161,7 +161,8 @@ class OrderSearch:
 
     def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int) -> None:
         self._hosts, self._model, index = hosts, table.problem.model, np.array(hosts)
-        out, back = (table.problem.frame_nbytes(codec, micro_batch) for codec in table.problem.fewest_bits)
+        codecs, nums = table.problem.fewest_bits, (self._model.num_forwards, 1)
+        out, back = (table.problem.frame_nbytes(*each) for each in zip(codecs, (micro_batch,) * 2, nums, strict=True))
         times = table.times(micro_batch)
         self._layer_s = (times.block_forward + times.block_backward)[index]
         self._wire_s = transmission_s(out + back, np.minimum(table.up, table.down)[index])

@@ -263,10 +263,12 @@ class StageCosts:
 
     def _direction(self, number: int, codecs: Sequence[str], ends: tuple[Array, Array]) -> DirectionSeconds:
         table, size, (sources, targets) = self.table, self.micro_batch, ends
-        nbytes = np.array([table.problem.frame_nbytes(codec, size) for codec in codecs])
+        num = 1 if number else table.problem.model.num_forwards
+        nbytes = np.array([table.problem.frame_nbytes(codec, size, num) for codec in codecs])
         self.nbytes[:, number] = nbytes
         encode, decode = (
-            np.array([table.codec_s(int(host), codec, size)[index] for host, codec in zip(hosts, codecs, strict=True)])
+            num
+            * np.array([table.codec_s(int(host), each, size)[index] for host, each in zip(hosts, codecs, strict=True)])
             for index, hosts in enumerate(ends)
         )
         return DirectionSeconds(
