@@ -10,7 +10,7 @@ from typing import Any
 
 from chaos.memory import resident_kib
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import STAGES, by_hand, faults, shaped_network, small_run
+from chaos.starting import LORA, STAGES, by_hand, faults, shaped_network, small_run
 from tahq_netem.network.description import PathShape
 from tahq_netem.network.faults import FaultEvent
 
@@ -50,11 +50,11 @@ def _disturbed(
     return measured, player.log
 
 
-def _cut(attempt: Attempt, duration_s: float) -> Figures:
+def _cut(attempt: Attempt, duration_s: float, **sections: Any) -> Figures:
     num_steps = 8
     step, host = attempt.dice.randint(2, num_steps - 4), attempt.dice.randrange(STAGES)
     timeline = f"- {{step: {step}, link: host{host}, what: down, for: {duration_s}s}}"
-    return _disturbed(attempt, small_run(num_steps), timeline, timeout_s=duration_s + 120)[0]
+    return _disturbed(attempt, small_run(num_steps, **sections), timeline, timeout_s=duration_s + 120)[0]
 
 
 def resets(attempt: Attempt) -> Figures:
@@ -112,6 +112,15 @@ _reordering = partial(_bad_network, delay=0.02, reorder=0.05)
 LINK_ROWS = (
     Row("cut-1s", "a host's link cut for 1 s", _BORNE, partial(_cut, duration_s=1.0), 10, True, _LINK),
     Row("reset", _RESET, _BORNE, resets, 10, True, (*_LINK, "tcp-reset")),
+    Row(
+        "cut-1s-adapters",
+        "the same, training adapters",
+        _BORNE,
+        partial(_cut, duration_s=1.0, adapter=LORA),
+        10,
+        True,
+        _LINK,
+    ),
     Row("cut-30s", "a host's link cut for 30 s", _BORNE, partial(_cut, duration_s=30.0), 45, needs=_LINK),
     Row("flapping", "a host's link down for 2 s of every 4, for a minute", _BORNE, flapping, 110, needs=_LINK),
     Row("loss", "5 % of all packets lost", _ALIVE, partial(_bad_network, delay=0.02, loss=0.05), 40, needs=_LINK),

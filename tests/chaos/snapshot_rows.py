@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from support.disks import fill, kept_full, small_disk
 
 from chaos.outcome import assert_same_bits
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import launched, small_run
+from chaos.starting import LORA, launched, small_run
 from tahq.pipeline.checkpoint.manifest import LATEST, latest_folder
 
 NUM_STEPS = 12
@@ -48,9 +49,9 @@ def _flip(attempt: Attempt, victim: Path) -> None:
     victim.write_bytes(content)
 
 
-def disk_full(attempt: Attempt) -> Figures:
+def disk_full(attempt: Attempt, **sections: Any) -> Figures:
     """The disk is full when a checkpoint is due, and has room again for the last one."""
-    config = small_run(30, run={"checkpoint_every": 10})
+    config = small_run(30, run={"checkpoint_every": 10}, **sections)
     snapshots = attempt.folder / "runs" / "run" / "snapshots"
     snapshots.mkdir(parents=True)
     with small_disk(snapshots, _DISK_NBYTES), launched(attempt.folder, config) as scene:
@@ -101,6 +102,15 @@ SNAPSHOT_ROWS = (
         disk_full,
         8,
         needs=("namespaces",),
+    ),
+    Row(
+        "snapshot-disk-full-adapters",
+        "the same, training adapters",
+        "training goes on, the user is told, the previous checkpoint stands; BX",
+        partial(disk_full, adapter=LORA),
+        8,
+        True,
+        ("namespaces",),
     ),
     Row(
         "journal-disk-full",

@@ -19,6 +19,8 @@ COORDINATOR = "coordinator"
 STAGES = 3
 Environment = Mapping[str, str] | None
 """Variables in addition to the usual ones."""
+LORA = {"rank": 4}
+"""Adapters; the model's own weights are in no checkpoint."""
 
 
 def small_run(num_steps: int, **sections: dict[str, Any]) -> dict[str, Any]:
