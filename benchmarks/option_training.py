@@ -8,7 +8,7 @@ import torch
 from cut_training import BATCH, CLIP_NORM, HELD_OUT_BATCHES, MODELS, PEAK_LR, WARM_UP, WEIGHT_DECAY, Wire
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import computes_in_bf16, with_memory_choices
+from tahq.config.stage_estimate import autocast_dtype, with_memory_choices
 from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
@@ -47,7 +47,7 @@ def only_stage(config: ClusterConfig, module: ModelSlice, batches: BatchSource, 
         tie=config.model.tie == "sync",
         gradients=config.memory.gradients,
     )
-    return Stage(plan, {0: module}, batches, {}, device=device, bf16=computes_in_bf16(config, device.type))
+    return Stage(plan, {0: module}, batches, {}, device=device, autocast=autocast_dtype(config, device))
 
 
 def train_step(stage: Stage, number: int) -> float:

@@ -288,6 +288,12 @@ def test_mistake_in_an_override_names_key_value_and_expectation(file, override, 
             ["training.precision=fp8", "memory.activations=coat", "model.family=llama"],
             "training.precision: fp8 is not for memory.activations: coat, which has FP8 products of its own",
         ),
+        (["training.precision=fp16", "training.optimizer=galore"], "training.precision: fp16 is not for training.opt"),
+        (["training.precision=fp16", "memory.residual=bf16"], "training.precision: fp16 is not for memory.residual:"),
+        (
+            ["training.loss_scale.initial=60000"],
+            "training.loss_scale.initial: 60000 is no power of two, so it would round",
+        ),
         (
             ["memory.shard=[gradients, weights]"],
             "memory: shard gradients and weights needs optimizer, since only the replica that keeps a parameter's sum",

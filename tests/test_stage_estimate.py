@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from support.cluster_files import EXAMPLES
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
-from tahq.config.stage_estimate import block_ranges, chunks_of, stage_estimate, with_memory_choices
+from tahq.config.stage_estimate import autocast_dtype, block_ranges, chunks_of, stage_estimate, with_memory_choices
 from tahq.errors import ModelError
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
 from tahq.models.slice import slice_parameters
@@ -32,6 +33,21 @@ def estimated(config: ClusterConfig, stage: int):
 def bits(rounding: str = "strict", spare: tuple[float, ...] = (), **pipeline) -> list[int]:
     config = configured(pipeline=pipeline, memory={"activations": {"kind": "agoq", "rounding": rounding}})
     return with_memory_choices(config, resolved_spec(config, None), spare).memory.agoq.bits
+
+
+@pytest.mark.parametrize(
+    ("capability", "keys", "expected"),
+    [
+        ((7, 5), {}, torch.float16),
+        ((8, 0), {}, torch.bfloat16),
+        ((7, 5), {"precision": "bf16"}, torch.bfloat16),
+        ((7, 5), {"optimizer": "qgalore"}, torch.bfloat16),  # which is refused under fp16
+        ((9, 0), {"precision": "fp16"}, torch.float16),
+    ],
+)
+def test_gpu_without_bf16_multiplies_in_fp16_by_default(capability, keys, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert autocast_dtype(configured(training=keys), torch.device("cuda:0")) == expected
 
 
 def test_bits_of_stored_activations_fill_what_the_fullest_stage_takes():

@@ -16,7 +16,7 @@ import torch
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
-from tahq.config.stage_estimate import computes_in_bf16
+from tahq.config.stage_estimate import autocast_dtype
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import NO_LOSS, ValidationSet, load_dataset, load_validation
@@ -142,9 +142,8 @@ def loss_of(model: Any, data: Data, precision: AbstractContextManager[object]) -
 
 def _precision(config: ClusterConfig | None, device: str) -> AbstractContextManager[object]:
     kind = torch.device(device).type
-    if config is not None and computes_in_bf16(config, kind):
-        return torch.autocast(kind, torch.bfloat16)
-    return nullcontext()
+    dtype = None if config is None else autocast_dtype(config, kind)
+    return nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
 def _data(request: EvalRequest, run: Path | None, config: ClusterConfig | None, folder: Path, model: Any) -> list[Data]:

@@ -45,6 +45,8 @@ _OTHER_NAMES = {
     "training.global_batch": "train_batch_size batch_size global_batch_size",
     "training.global_batch, the samples of a step": "gradient_accumulation_steps",
     "training.precision": "bf16 fp16 mixed_precision torch_dtype dtype",
+    "training.loss_scale.initial": "init_scale initial_scale_power fp16_init_scale",
+    "training.loss_scale.growth_steps": "growth_interval loss_scale_window scale_growth_interval",
     "training.eval_every, in steps": "eval_steps eval_interval val_check_interval",
     "training.early_stopping, with patience": "early_stopping_patience early_stopping_rounds",
     "training.early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
@@ -220,6 +222,21 @@ class ClusterConfig(Section):
     def shards(self) -> frozenset[Shard]:
         """What replicas divide among themselves (`memory.shard`); empty without replicas."""
         return frozenset(self.memory.shard if self.pipeline.replicas > 1 else ())
+
+    @property
+    def fp16_conflict(self) -> str:
+        """What of this configuration rules out products in fp16, as the end of a sentence; empty: nothing."""
+        training, memory = self.training, self.memory
+        reasons = {
+            f"is not for training.optimizer {training.optimizer}, which would search subspaces of gradients that have "
+            "overflowed": training.is_low_rank,
+            "is not for training.adamw_bf16.weights: bf16, which it would cast for each product": (
+                training.has_bf16_weights
+            ),
+            "is not for memory.activations: coat, which multiplies in FP8 and bf16": memory.activations == "coat",
+            "is not for memory.residual: bf16": memory.residual == "bf16",
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     @property
     def keeps_best(self) -> bool:
@@ -413,6 +430,8 @@ class ClusterConfig(Section):
             )
         if self.training.precision == "fp8":
             self._check_fp8()
+        if self.training.precision == "fp16" and self.fp16_conflict:
+            raise ValueError(f"training.precision: fp16 {self.fp16_conflict}; use bf16 or fp32")
         if self.memory.gradients == "bf16" and optimizer not in READ_BF16_GRADIENTS:
             raise ValueError(
                 f"memory.gradients: bf16 is for the optimizers {', '.join(READ_BF16_GRADIENTS)}; training.optimizer "

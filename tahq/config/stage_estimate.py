@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import get_args
 
+import torch
+
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ModelError, UserError
 from tahq.memory.config import COAT_FAMILIES, EXACTLY_STORED, Offload, Shard
@@ -21,14 +23,28 @@ from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from tahq.quant import get_codec
 
+FIRST_WITH_BF16 = (8, 0)
+"""Compute capability of GPUs, Ampere's."""
 MOST_LOGITS_NBYTES = 2**31
 """Of a chunk of the loss, in fp32, where `memory.loss_chunks` is open; on CUDA they are in bf16, half as large."""
 
 
-def computes_in_bf16(config: ClusterConfig, device: str) -> bool:
-    """Whether a stage on this type of device computes under bf16 autocast (`training.precision`), fp8 included."""
-    precision = config.training.precision
-    return precision in ("bf16", "fp8") or (precision == "auto" and device == "cuda")
+def autocast_dtype(config: ClusterConfig, device: torch.device | str) -> torch.dtype | None:
+    """The type of a stage's products under autocast (`training.precision`; bf16 under fp8); None: they are in fp32.
+
+    A GPU is asked for bf16 only if `device` has a number: that makes a CUDA context.
+    """
+    precision, device = config.training.precision, torch.device(device)
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+        if device.index is not None and lacks_bf16(device) and not config.fp16_conflict:
+            precision = "fp16"
+    return {"fp32": None, "fp16": torch.float16}.get(precision, torch.bfloat16)
+
+
+def lacks_bf16(device: torch.device) -> bool:
+    """Whether a device is a GPU that only emulates bf16."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_WITH_BF16
 
 
 def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
@@ -46,10 +62,12 @@ def schedule_of(config: ClusterConfig, spec: ModelSpec) -> Schedule:
     return config.pipeline.actions(config.training.num_micro_batches, frozen_chunks(config, spec))
 
 
-def has_bf16_matrices(config: ClusterConfig, device: str) -> bool:
-    """Whether a stage on this type of device keeps matrices in bf16: as `training` says, or, under products in bf16,
-    beside adapters."""
-    return config.training.has_bf16_weights or (config.adapter is not None and computes_in_bf16(config, device))
+def matrix_dtype(config: ClusterConfig, device: torch.device | str) -> torch.dtype:
+    """The type of weights with two dimensions, apart from adapters': bf16 as `training` says, or, beside adapters, that
+    of products."""
+    if config.training.has_bf16_weights:
+        return torch.bfloat16
+    return (autocast_dtype(config, device) if config.adapter is not None else None) or torch.float32
 
 
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str) -> StageMemory:
@@ -246,11 +264,11 @@ def micro_batch_shape(
     bits.
     """
     low_rank, memory = low_rank_settings(config.training, config.run.seed), config.memory
-    level, bf16 = memory.recompute_of(stage), computes_in_bf16(config, device)
+    level, is_short = memory.recompute_of(stage), autocast_dtype(config, device) is not None
     return MicroBatchShape(
         micro_batch * config.training.rows_per_sample,
         config.data.seq_len,
-        bf16,
+        is_short,
         on_cuda=device == "cuda",
         coat=memory.activations == "coat",
         recompute=level,
@@ -262,7 +280,7 @@ def micro_batch_shape(
         copies_head=low_rank is None or low_rank.ends == "fp32",
         loss_chunks=loss_chunks(config, spec, micro_batch),
         has_z_loss=config.training.z_loss > 0,
-        weight_nbytes=2 if has_bf16_matrices(config, device) else 4,
+        weight_nbytes=matrix_dtype(config, device).itemsize,
         residual_nbytes=2 if memory.residual == "bf16" else 4,
         packed=config.data.may_be_packed,
     )
@@ -284,7 +302,7 @@ def kept_code_nbytes(config: ClusterConfig, device: str, stage: int | None = Non
         is_kept = config.memory.coat.keep_weight_codes
     else:
         is_kept = config.training.precision == "fp8" and config.memory.recompute_of(stage) != "block"
-    return int(is_kept) * (2 if device == "cuda" and computes_in_bf16(config, device) else 1)
+    return int(is_kept) * (2 if device == "cuda" and autocast_dtype(config, device) is not None else 1)
 
 
 def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int) -> tuple[int, int]:
@@ -356,8 +374,8 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int, *, device: str)
         yield changed("training", micro_batch=smaller)
     for level in ("norm", "att", "block") if spec.layout.layers_like else ("block",):
         yield changed("memory", recompute=level)
-    bf16 = computes_in_bf16(config, device)
-    for which in (("m", "v"), tuple(name for name in get_args(Offload) if name != "master" or bf16)):
+    has_copies = autocast_dtype(config, device) is not None
+    for which in (("m", "v"), tuple(name for name in get_args(Offload) if name != "master" or has_copies)):
         yield f"memory.offload: [{', '.join(which)}]", changed("memory", offload=which)[1]
     if config.memory.gradients != "fp8":
         yield changed("memory", gradients="fp8")

@@ -374,9 +374,10 @@ def step_load(record: StepRecord, num_links: int) -> StepLoad:
     for link in record.links:
         sending_s, uplink = (link.wire_s, link.sender) if link.wire_s > 0 else (link.busy_s, None)
         if link.link < num_links:
-            load = LinkLoad(link.payload_bytes, sending_s, link.relative_error, uplink)
+            error = None if record.has_overflowed else link.relative_error
+            load = LinkLoad(link.payload_bytes, sending_s, error, uplink)
             loads[LinkKey(link.link, link.direction)] = load
-    return StepLoad(record.step - 1, compute_s, record.loss, not record.skipped, loads)
+    return StepLoad(record.step - 1, compute_s, record.loss, not record.skipped or record.has_overflowed, loads)
 
 
 def computing_s(timing: Mapping[str, float]) -> float:

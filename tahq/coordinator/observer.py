@@ -4,6 +4,7 @@ An observer shows or stores records and never answers. `step` counts from 1 here
 of steps committed so far. (Control messages count from 0.)
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,6 +231,8 @@ class StepRecord:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Of DPO, whose `loss` is a mean over pairs: mean rewards of `chosen` and `rejected` answers, their `margin`, and
     `accuracy`, the share of pairs where it is above 0; else empty."""
+    loss_scale: float = 0.0
+    """The factor of its gradients where products are in fp16; 0: there is none."""
 
     @property
     def loss_unit(self) -> str:
@@ -239,7 +242,14 @@ class StepRecord:
     @property
     def skipped_for(self) -> str:
         """Why it was skipped, if it was."""
-        return "a replica lost a worker" if self.abandoned else "NaN or infinity"
+        if self.abandoned:
+            return "a replica lost a worker"
+        return "overflow in fp16" if self.has_overflowed else "NaN or infinity"
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether it was skipped because gradients were too large for fp16, as happens while the scale is found."""
+        return self.skipped and not self.abandoned and self.loss_scale > 0 and math.isfinite(self.loss)
 
     @property
     def relayed_bytes(self) -> int:

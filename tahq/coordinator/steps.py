@@ -13,6 +13,7 @@ from tahq.comm.control.messages import Commit, Prepare, Traced
 from tahq.comm.control.server import ClockOffset
 from tahq.comm.link.frame import Direction
 from tahq.comm.topology import Grid, LinkEnds
+from tahq.coordinator.loss_scale import LEAST
 from tahq.coordinator.observer import (
     LinkRecord,
     StageRecord,
@@ -103,6 +104,7 @@ def decide(
     abandoned: bool = False,
     is_checkpoint_due: bool = False,
     skipped_in_a_row: int = 0,
+    loss_scale: float = 0.0,
     stop: bool = False,
 ) -> Commit:
     """The decision about a step.
@@ -117,6 +119,7 @@ def decide(
         abandoned: this step is given up.
         is_checkpoint_due: this step ends with a checkpoint, as the last one does.
         skipped_in_a_row: steps before this one that were skipped.
+        loss_scale: of this step, in which gradients may overflow; 0: there is none.
         stop: this step is to be the last.
 
     Raises:
@@ -133,7 +136,14 @@ def decide(
     norm, culprits = norm_of(prepares, num_norms), [p.stage for p in prepares if not _is_finite(p)]
     apply = not abandoned and not culprits and math.isfinite(norm)
     if not (apply or abandoned):
-        _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
+        where = ", ".join(names[stage] for stage in culprits) or "the global gradient norm"
+        if loss_scale == 0 or (training.non_finite == "halt" and not _has_finite_loss(prepares)):
+            _check_skipped(training, done - 1, where, skipped_in_a_row + 1)
+        elif loss_scale <= LEAST:
+            raise NonFiniteError(
+                f"halted at step {done - 1}: NaN or infinity in {where} at the lowest loss scale, {loss_scale:g}; a "
+                "lower learning rate may help, or training.precision: fp32"
+            )
     last, samples = done >= num_steps, training.samples
     return Commit(
         step=done - 1,
@@ -173,11 +183,10 @@ def _compare_replicas(
             )
 
 
-def _check_skipped(training: TrainingConfig, step: int, culprits: Sequence[str], skipped_in_a_row: int) -> None:
+def _check_skipped(training: TrainingConfig, step: int, where: str, skipped_in_a_row: int) -> None:
     halt = training.non_finite == "halt"
     if not halt and skipped_in_a_row <= training.max_skipped_in_a_row:
         return
-    where = ", ".join(culprits) or "the global gradient norm"
     times = "training.non_finite is halt" if halt else f"{skipped_in_a_row} steps in a row"
     raise NonFiniteError(
         f"halted at step {step}: NaN or infinity in {where} ({times}); a lower learning rate or clip_norm may help"
@@ -185,8 +194,11 @@ def _check_skipped(training: TrainingConfig, step: int, culprits: Sequence[str],
 
 
 def _is_finite(prepare: Prepare) -> bool:
-    loss = prepare.loss_sum if prepare.loss_sum is not None else 0.0
-    return prepare.finite and math.isfinite(loss) and all(map(math.isfinite, prepare.norm2))
+    return prepare.finite and _has_finite_loss([prepare]) and all(map(math.isfinite, prepare.norm2))
+
+
+def _has_finite_loss(prepares: Sequence[Prepare]) -> bool:
+    return all(prepare.loss_sum is None or math.isfinite(prepare.loss_sum) for prepare in prepares)
 
 
 # -- the record ------------------------------------------------------------------------------------

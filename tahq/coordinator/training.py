@@ -32,6 +32,7 @@ from tahq.coordinator.context import CoordinatorOptions, RunContext
 from tahq.coordinator.joining.seats import RestorePoint, Seat, stage_list
 from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
+from tahq.coordinator.loss_scale import LOSS_SCALE, LossScale
 from tahq.coordinator.observer import SamplesRecord, SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
 from tahq.coordinator.schedule_choice import SAVED, ScheduleChanges, ScheduleChoice, memory_by_stage, share_gpu
@@ -90,6 +91,8 @@ class Training:
         self._publishing: deque[tuple[SnapshotParts, Future[str]]] = deque()
         self._is_continued = False
         """Whether workers may repeat messages that the previous coordinator has received."""
+        self._scale: LossScale | None = None
+        """Of the present step; None: no stage multiplies in fp16."""
 
     def begin(self) -> None:
         """Begin at the run's base; if the journal is of this run, go on from there.
@@ -113,7 +116,7 @@ class Training:
             if step.commit.schedule:
                 self._schedule.present = ScheduleChoice(step.commit.schedule, tuple(step.commit.depths))
                 change = str(self._schedule.present)
-            self._use_replicas(step.commit)
+            self._use(step.commit)
             changes, _ = self._codecs.decide(record)
             self._note_early_stop(step.commit)
             run.decide(step.commit, step.prepares, self._point_after(step.commit), ctx.clock())
@@ -136,12 +139,15 @@ class Training:
         """Begin with the state of the links' codecs that the checkpoint keeps."""
         options, run = self._ctx.options, self._run
         num_links = options.grid.first_sum_link - options.tie_link * options.replicas
-        others = (SAVED, COMPUTING, BEST_LOSS)
+        others = (SAVED, COMPUTING, BEST_LOSS, LOSS_SCALE)
         saved = {key: value for key, value in point.saved_codecs.items() if key not in others}
         if options.codecs.rules is None:
             saved = {}
         self._codecs = LinkCodecs(replace(options.codecs, saved=saved), num_links, point.step)
         self._best = BestLoss.restored(point.saved_codecs)
+        in_fp16 = (seat.hello is not None and seat.hello.products == "fp16" for seat in self._seats)
+        if self._scale is not None or any(in_fp16):
+            self._scale = LossScale.at_start(options.training.loss_scale, point.saved_codecs)
         run.best_snapshot = folders.best_step(options.run_folder / "snapshots")
         hellos = [(seat.host, seat.hello) for seat in self._seats]
         self._memory = memory_by_stage(hellos)
@@ -159,6 +165,7 @@ class Training:
             codecs=self._codecs.start_rows(),
             schedule=self._schedule.told,
             computing=self._seats.told_computing,
+            loss_scale=self._loss_scale,
         )
         for seat in self._seats:
             seat.origin = run.base
@@ -232,6 +239,7 @@ class Training:
             abandoned=bool(run.abandoned_for) or options.recorded_replicas.get(run.step) == (),
             is_checkpoint_due=self._is_checkpoint_due(now_s),
             skipped_in_a_row=run.skipped_in_a_row,
+            loss_scale=self._loss_scale,
             stop=run.stop_signal is not None or bool(self._best.why_over(options.training.early_stopping)),
         )
         record = self._with_relayed(self._record(commit, prepares, now_s - began_s))
@@ -245,6 +253,8 @@ class Training:
             name, depths = self._schedule.present
             commit = replace(commit, schedule=name, depths=list(depths))
         commit = replace(commit, computing=self._next_replicas())
+        if self._scale is not None:
+            commit = replace(commit, loss_scale=self._scale.after(commit).scale)
         reached(fault_points.COMMIT_DECIDED, step=commit.step)
         ctx.journal.decided(commit, prepares, record.step_time_s)
         reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
@@ -254,7 +264,7 @@ class Training:
             seat.prepared = None
             reached(fault_points.COMMIT_SENT, step=commit.step)
         self._traces.committed(commit.step, began_s, now_s)
-        self._use_replicas(commit)
+        self._use(commit)
         self._note_early_stop(commit)
         run.decide(commit, prepares, self._point_after(commit), now_s)
         self.settle_copies()  # with shared updates a base may have waited for this step
@@ -299,20 +309,28 @@ class Training:
             following = seats.whole or seats.computing
         return list(following) if following != seats.computing else []
 
-    def _use_replicas(self, commit: Commit) -> None:
+    @property
+    def _loss_scale(self) -> float:
+        """Of the present step; 0: there is none."""
+        return 0.0 if self._scale is None else self._scale.scale
+
+    def _use(self, commit: Commit) -> None:
+        """What a commit says of the steps behind it."""
+        self._scale = None if self._scale is None else self._scale.after(commit)
         if commit.computing:
             self._seats.computing = tuple(commit.computing)
 
     def _point_after(self, commit: Commit) -> RestorePoint:
         computing = self._seats.told_computing
         saved = self._codecs.saved() | self._schedule.saved() | ({COMPUTING: list(computing)} if computing else {})
-        saved |= self._best.saved()
+        saved |= self._best.saved() | ({} if self._scale is None else self._scale.saved())
         return RestorePoint(
             commit.step + 1,
             codecs=self._codecs.start_rows(),
             schedule=self._schedule.told,
             saved_codecs=saved,
             computing=computing,
+            loss_scale=commit.loss_scale,
         )
 
     def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
@@ -324,7 +342,7 @@ class Training:
         pairs = zip(record.stages, self._memory, strict=True)
         stages = tuple(replace(stage, memory_bytes=nbytes) for stage, nbytes in pairs)
         schedule, depths = self._schedule.present
-        record = replace(record, stages=stages, schedule=schedule, in_flight=depths)
+        record = replace(record, stages=stages, schedule=schedule, in_flight=depths, loss_scale=self._loss_scale)
         return self._codecs.described(
             replace(record, computed_tokens=0 if commit.abandoned else options.tokens_per_step)
         )

@@ -163,6 +163,8 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         values["router_loss"] = record.router_loss
     if record.rewards:
         values["rewards"] = dict(record.rewards)
+    if record.loss_scale:
+        values["loss_scale"] = record.loss_scale
     return {name: _strict(value) for name, value in values.items()}
 
 

@@ -81,6 +81,7 @@ def step_record(row: Mapping[str, Any]) -> StepRecord:
         in_flight=tuple(map(int, row.get("in_flight", ()))),
         router_loss=_number(row["router_loss"]) if "router_loss" in row else None,
         rewards={name: _number(value) for name, value in row.get("rewards", {}).items()},
+        loss_scale=_number(row.get("loss_scale", 0.0)),
     )
 
 

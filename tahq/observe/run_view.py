@@ -275,6 +275,7 @@ def step_line(record: StepRecord, history: RunHistory) -> str:
         f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
         diagnosis.brief if diagnosis is not None else "",
         f"skipped: {record.skipped_for}" if record.skipped else "",
+        f"loss scale {record.loss_scale:,.0f}" if record.has_overflowed else "",
         f"{figures.duration(remaining_s)} left" if remaining_s else "",
     ]
     return "  ".join(filter(None, parts))

@@ -1,5 +1,6 @@
 """`training:` and `pipeline:` of cluster.yaml."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -53,6 +54,23 @@ class EarlyStopping(Section):
     """Evaluations in a row without a lower loss."""
     min_delta: float = Field(default=0.0, ge=0)
     """Lower by more than this, in nats per token."""
+
+
+class LossScaleConfig(Section):
+    """The factor of the loss under `precision: fp16`: halved after a step whose gradients overflow, which is skipped,
+    and doubled after many without."""
+
+    initial: float = Field(default=2.0**16, ge=1, le=2.0**100)
+    """Of the first step; a power of two."""
+    growth_steps: int = Field(default=2000, ge=1)
+    """Steps without an overflow before it doubles."""
+
+    @field_validator("initial")
+    @classmethod
+    def _rounds_nothing(cls, scale: float) -> float:
+        if math.frexp(scale)[0] != 0.5:
+            raise ValueError(f"{scale:g} is no power of two, so it would round gradients; use 65536, or another one")
+        return scale
 
 
 class SamplesConfig(Section):
@@ -156,9 +174,11 @@ class TrainingConfig(Section):
     seq_len_schedule: tuple[tuple[Count, Count], ...] = ()
     """Shorter sequences at first: `[[512, 1000], [1024, 2000]]` cuts samples into pieces of 512 tokens until step
     1000, of 1,024 until step 2000."""
-    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    """`auto`: fp32 on CPU, bf16 autocast with fp32 weights on CUDA. `fp8`: `bf16` with the matrix products of blocks
-    in FP8."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """`auto`: fp32 on CPU, bf16 autocast with fp32 weights on CUDA, fp16 autocast on GPUs older than Ampere. `fp8`:
+    `bf16` with the matrix products of blocks in FP8."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Of `precision: fp16`."""
     fp8: Fp8Config = Fp8Config()
     """Options of `precision: fp8`."""
 

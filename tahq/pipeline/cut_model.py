@@ -91,7 +91,7 @@ class CutModel:
         slices: Sequence[ModelSlice],
         *,
         seed: int,
-        bf16: bool = False,
+        autocast: torch.dtype | None = None,
         num_pieces: Callable[[int], int] = lambda step: 1,
         router_loss: RouterLoss | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class CutModel:
         self._slices = tuple(slices)
         self._num_pieces = num_pieces
         self._seed = seed
-        self._bf16 = bf16
+        self._dtype = autocast
         self.weights = {name: p for part in slices for name, p in part.canonical_parameters().items()}
         self.parameters = {name: p for name, p in self.weights.items() if p.requires_grad}
         """Those that are trained."""
@@ -164,7 +164,7 @@ class CutModel:
         return math.fsum(torch.stack(losses).tolist()) / num_tokens
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
+        return torch.autocast(self._device.type, self._dtype or torch.bfloat16, enabled=self._dtype is not None)
 
     def _output(
         self, tokens: torch.Tensor, positions: torch.Tensor | None, step: int, micro_batch: int, codecs: CodecPair

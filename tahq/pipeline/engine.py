@@ -4,7 +4,8 @@ Invariants:
 - actions run in schedule order; an action waits for its own frame and for nothing else;
 - tensors are encoded and decoded in `codec_lanes.py`, beside the compute loop;
 - gradients of micro-batches accumulate in ascending order (the schedule guarantees it);
-- from the loss to the last backward, gradients carry the factor `StepShape.gradient_scale`, on the wire too;
+- from the loss to the last backward, gradients carry a power of two as a factor, on the wire too: `gradient_scale`,
+  or under `training.precision: fp16` the loss scale that the coordinator has decided;
 - the engine never changes weights: a step ends with gradients, and `update.py` applies the commit;
 - a step that is abandoned still sends and takes every frame, void ones, so that no frame of it is left on a link;
 - a frozen chunk has forwards only, keeps nothing of them, and gets no gradient;
@@ -60,36 +61,36 @@ class Chunk:
     is_frozen: bool = False
     sends_gradient: bool = True
 
-    def compute(self, x: torch.Tensor, positions: torch.Tensor | None, *, bf16: bool) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, positions: torch.Tensor | None, *, autocast: torch.dtype | None) -> torch.Tensor:
         """Tokens [B, S] or activations [B, S, C] -> what `loss` takes, or activations where they cross a cut.
 
-        `positions` as of `ModelSlice.forward`, on any device. With `bf16` the module computes under autocast.
+        `positions` as of `ModelSlice.forward`, on any device. `autocast`: type of products; None: that of weights.
         """
         positions = None if positions is None else positions.to(x.device, non_blocking=True)
-        with _autocast(x, bf16):
+        with _autocast(x, autocast):
             y: torch.Tensor = self.module(x, positions)
         return y
 
     def loss(
-        self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, *, bf16: bool
+        self, y: torch.Tensor, labels: torch.Tensor, divisor: float = 1.0, *, autocast: torch.dtype | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelSlice.loss`."""
-        with _autocast(y, bf16):
+        with _autocast(y, autocast):
             return self.module.loss(y, labels, divisor)
 
-    def log_probs(self, y: torch.Tensor, labels: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    def log_probs(self, y: torch.Tensor, labels: torch.Tensor, *, autocast: torch.dtype | None) -> torch.Tensor:
         """Σ log p of each row's labels, fp32 [B]; `y` and `labels` as of `loss`."""
         rows = zip(torch.split(y, 1), torch.split(labels, 1), strict=True)
-        return -torch.stack([self.loss(*row, bf16=bf16)[0] for row in rows])
+        return -torch.stack([self.loss(*row, autocast=autocast)[0] for row in rows])
 
-    def logits(self, y: torch.Tensor, places: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    def logits(self, y: torch.Tensor, places: torch.Tensor, *, autocast: torch.dtype | None) -> torch.Tensor:
         """See `ModelSlice.logits`."""
-        with _autocast(y, bf16):
+        with _autocast(y, autocast):
             return self.module.logits(y, places)
 
 
-def _autocast(x: torch.Tensor, bf16: bool) -> AbstractContextManager[object]:
-    return torch.autocast(x.device.type, torch.bfloat16) if bf16 else nullcontext()
+def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if dtype is None else torch.autocast(x.device.type, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class StageEngine:
         random: holds the micro-batch that is being computed, for dropout.
         device: where the chunks are.
         order: the samples of each micro-batch; None if no codec remembers samples.
-        bf16: compute under bf16 autocast.
+        autocast: type of products under autocast; None: no autocast.
         stopwatch: shared with the boundaries.
         num_pieces: step -> pieces that its samples are cut into.
         tied: exchanges the gradients of tied embeddings.
@@ -197,7 +198,7 @@ class StageEngine:
     random: RandomContext
     device: torch.device
     order: SampleOrder | None = None
-    bf16: bool = False
+    autocast: torch.dtype | None = None
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     num_pieces: Callable[[int], int] = lambda step: 1
     tied: TiedEmbedding | None = None
@@ -215,6 +216,8 @@ class StageEngine:
 
     def __post_init__(self) -> None:
         self._step = _Step(0)
+        self.gradient_scale = self.shape.gradient_scale
+        """The factor that gradients carry; it changes between steps only."""
         self.follow(self.actions, self.first_micro_batch)
 
     def follow(self, actions: Sequence[Action], first_micro_batch: int) -> None:
@@ -250,7 +253,7 @@ class StageEngine:
             batch = self.batches.train(number) if self.batches is not None else None
             sample_ids = self.order.micro_batches(number) if self.order is not None else None
         step = self._step = _Step(number, batch, sample_ids)
-        self._scale_gradients(self.shape.gradient_scale)  # those of earlier steps that were not applied
+        self._scale_gradients(self.gradient_scale)  # those of earlier steps that were not applied
         if self.sums is not None:
             self.sums.post(number, self.num_micro_batches)
         if self.loans is not None:
@@ -277,7 +280,7 @@ class StageEngine:
         finite = self.lanes.finish()
         if self.sums is not None and not self.sums.finish(number, is_void=step.is_abandoned):
             step.is_abandoned = True
-        self._scale_gradients(1 / self.shape.gradient_scale)
+        self._scale_gradients(1 / self.gradient_scale)
         if step.is_abandoned:
             return StepResult(is_abandoned=True)
         if self.tied is not None:
@@ -320,7 +323,7 @@ class StageEngine:
         place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
         self.random.at(step.number, *place, int(Purpose.TRAIN))
         with self.stopwatch.measure("forward", action), torch.set_grad_enabled(not chunk.is_frozen):
-            y = chunk.compute(x, positions, bf16=self.bf16)
+            y = chunk.compute(x, positions, autocast=self.autocast)
             if chunk.outgoing is None:
                 y = self._loss(step, chunk, y, _given(labels), reference)
             elif positions is not None:
@@ -338,7 +341,7 @@ class StageEngine:
         """The load of experts that a forward adds to: of a pooled loss, to that of the layers before."""
         if self.router_loss is None:
             return None
-        scale, tokens = self.shape.gradient_scale / self.shape.num_micro_batches, math.prod(self.shape.boundary[:2])
+        scale, tokens = self.gradient_scale / self.shape.num_micro_batches, math.prod(self.shape.boundary[:2])
         balance = self.router_loss.begin(tokens, scale, self.device)
         if chunk.incoming is not None and self.router_loss.is_pooled:
             name = chunk.incoming.name(step.number, Purpose.TRAIN, micro_batch, Direction.FORWARD)
@@ -373,8 +376,8 @@ class StageEngine:
             return None
         chunk.module.balance = None
         with torch.no_grad(), without_adapters(), self.stopwatch.measure("forward", action):
-            y = chunk.compute(x, positions, bf16=self.bf16)
-            return y if labels is None else chunk.log_probs(y, labels, bf16=self.bf16)
+            y = chunk.compute(x, positions, autocast=self.autocast)
+            return y if labels is None else chunk.log_probs(y, labels, autocast=self.autocast)
 
     def _labels(self, batch: StepBatch | None, number: int) -> torch.Tensor:
         return _given(batch).micro_batch(number)[1].to(self.device, non_blocking=True)
@@ -384,7 +387,7 @@ class StageEngine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `preference_loss`."""
         assert self.dpo is not None, "there is a reference"
-        log_probs = chunk.log_probs(y, labels, bf16=self.bf16)
+        log_probs = chunk.log_probs(y, labels, autocast=self.autocast)
         return preference_loss(log_probs, reference, labels, self.dpo.beta, self.dpo.label_smoothing)
 
     def _loss(
@@ -396,9 +399,9 @@ class StageEngine:
             loss, rewards = self._preferences(chunk, y, labels, reference)
             step.losses.append(loss.detach())
             step.rewards.append(rewards)
-            return loss / (max(batch.num_pairs, 1) / self.shape.gradient_scale)
-        divisor = max(batch.num_tokens, 1) / self.shape.gradient_scale
-        loss, summed = chunk.loss(y, labels, divisor, bf16=self.bf16)
+            return loss / (max(batch.num_pairs, 1) / self.gradient_scale)
+        divisor = max(batch.num_tokens, 1) / self.gradient_scale
+        loss, summed = chunk.loss(y, labels, divisor, autocast=self.autocast)
         step.losses.append(summed)
         return loss
 
@@ -543,7 +546,7 @@ class StageEngine:
                 positions = chunk.incoming.positions.pop(id, None)
             labels = self._labels(batch, micro_batch) if chunk.outgoing is None else None
             reference = self._reference(chunk, of_reference, positions, labels)
-            y = chunk.compute(x, positions, bf16=self.bf16)
+            y = chunk.compute(x, positions, autocast=self.autocast)
             if chunk.outgoing is not None:
                 id = chunk.outgoing.name(step, purpose, index, Direction.FORWARD)
                 if positions is not None:
@@ -553,7 +556,7 @@ class StageEngine:
                 loss, rewards = self._preferences(chunk, y, _given(labels), reference)
                 found = float(loss), float(rewards[-1])
             else:
-                found = float(chunk.loss(y, _given(labels), bf16=self.bf16)[1]), 0.0
+                found = float(chunk.loss(y, _given(labels), autocast=self.autocast)[1]), 0.0
         return found
 
 

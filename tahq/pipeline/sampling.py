@@ -86,7 +86,7 @@ class Sampler:
                 id = chunk.incoming.name(step, Purpose.EVAL, number, Direction.FORWARD)
                 chunk.incoming.post(id, (*self._shape, engine.shape.hidden_size))
                 x = chunk.incoming.receive(id)
-            y = chunk.compute(x, None, bf16=engine.bf16)
+            y = chunk.compute(x, None, autocast=engine.autocast)
             if chunk.outgoing is None:
                 return self._likeliest(chunk, y, ends)
             id = chunk.outgoing.name(step, Purpose.EVAL, number, Direction.FORWARD)
@@ -96,7 +96,7 @@ class Sampler:
     def _likeliest(self, chunk: Chunk, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Of the tokens that the tokenizer has; a model may have more."""
         assert self._tokenizer is not None, "the last stage reads data"
-        logits = chunk.logits(y, ends.to(y.device) - 1, bf16=self._engine.bf16)
+        logits = chunk.logits(y, ends.to(y.device) - 1, autocast=self._engine.autocast)
         return logits[:, : self._tokenizer.vocab_size].argmax(1).cpu()
 
     def _back(self, step: int, number: int, newest: torch.Tensor | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ and from transports that are already open.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,9 @@ from tahq.units import format_size
 
 MAX_KEPT_BATCHES = 16
 """Batches of non-finite steps that are kept, so that a run that skips many steps does not fill the disk."""
+
+PRODUCTS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Names of the types of products, which are those of the weights that replicas lend each other."""
 
 DIGEST_EVERY = 10
 """Steps between two comparisons of the replicas' weights."""
@@ -93,7 +97,7 @@ class Stage:
         batches: source of samples; first and last stage need one.
         transports: its links by number: link c is the cut between chunk c and c + 1, the last one joins the two copies
             of a tied embedding.
-        device, bf16, order, on_action: see `StageEngine`.
+        device, autocast, order, on_action: see `StageEngine`.
         cache_folder: where codecs that remember samples on disk keep them; None: the codec's own default.
         beside: encode and decode in threads beside the compute loop; transports must allow `recv` in another thread.
     """
@@ -106,7 +110,7 @@ class Stage:
         transports: Mapping[int, Transport],
         *,
         device: torch.device,
-        bf16: bool,
+        autocast: torch.dtype | None,
         order: SampleOrder | None = None,
         cache_folder: Path | None = None,
         on_action: Callable[[int, Action], None] | None = None,
@@ -147,7 +151,7 @@ class Stage:
         """The replicas that share the batch."""
         actions, first_micro_batch = self._row()
         lanes = ThreadedLanes(device, self.stopwatch) if beside and transports else InlineLanes()
-        self._replicas = self._replica_boundaries(bf16=bf16)
+        self._replicas = self._replica_boundaries(autocast)
         self.engine = StageEngine(
             chunks=chunks,
             actions=actions,
@@ -157,7 +161,7 @@ class Stage:
             order=order if self._codec_ends else None,
             random=self._module.random,
             device=device,
-            bf16=bf16,
+            autocast=autocast,
             stopwatch=self.stopwatch,
             num_pieces=partial(training.num_pieces, seq_len=plan.seq_len),
             tied=tied,
@@ -257,6 +261,17 @@ class Stage:
         self.engine.follow(*self._row())
         self.engine.sums.use(computing)
 
+    def use_loss_scale(self, scale: float) -> None:
+        """Multiply the losses of the following steps by this power of two; 0: nothing changes.
+
+        RemoteProtocolError: it is none.
+        """
+        if scale == 0:
+            return
+        if not 0 < scale < math.inf or math.frexp(scale)[0] != 0.5:
+            raise RemoteProtocolError(f"the coordinator sent an invalid loss scale: {scale}")
+        self.engine.gradient_scale = scale
+
     def _row(self) -> tuple[Sequence[Action], int]:
         """This stage's row of the schedule in force, and the first of the step's micro-batches that it is for."""
         plan, pipeline, (name, depths) = self.plan, self.plan.pipeline, self._schedule
@@ -329,7 +344,7 @@ class Stage:
         places = (self._device, self.stopwatch, peer, every)
         return Boundary(transport, identity, codecs, *places, sends_positions=sends_positions)
 
-    def _replica_boundaries(self, *, bf16: bool) -> dict[int, Boundary]:
+    def _replica_boundaries(self, autocast: torch.dtype | None) -> dict[int, Boundary]:
         """The links to the other replicas of this stage, by replica."""
         plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
         if plan.pipeline.replicas == 1:
@@ -339,7 +354,7 @@ class Stage:
         # all get the same codes of a sum: those for the farthest; of a weight its bits
         of_sums = wire.all_reduce if wire.all_reduce in specs.values() else specs[links[0].link]
         of_sums = str(RawSpec("fp32")) if plan.shards else of_sums
-        of_weights = RawSpec("bf16" if bf16 or plan.training.has_bf16_weights else "fp32")
+        of_weights = RawSpec("bf16" if plan.training.has_bf16_weights else PRODUCTS[autocast])
         codecs_of = [sum_codec(spec, wire) for spec in (of_sums, str(of_weights))]
         identity, boundaries = CutIdentity(plan.run, plan.seed, grid.num_cuts, plan.replica), {}
         for ends in grid.links_of(plan.stage):

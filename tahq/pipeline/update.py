@@ -82,7 +82,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
     return config.min_lr if progress >= 1 else max(config.min_lr, rate)
 
 
-FROZEN = {torch.float32: "frozen/", torch.bfloat16: "frozen_bf16/"}
+FROZEN = {torch.float32: "frozen/", torch.bfloat16: "frozen_bf16/", torch.float16: "frozen_fp16/"}
 """Prefixes, in a checkpoint, of sums over the bits of parameters that are not trained, by their type on their stage; it
 does not have these parameters."""
 FEW_SEARCHES = 8

@@ -38,7 +38,7 @@ class SharedBlock:
         replica: int,
         replicas: int,
         memory: HostMemory,
-        reads_copies: bool,
+        copies: torch.dtype | None,
     ) -> None:
         self._replica = replica
         self._products: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
@@ -47,9 +47,9 @@ class SharedBlock:
         block.shared = self  # type: ignore[assignment]
         for parameter in block.parameters():
             if parameter.ndim > 1:
-                part, owner = HostPart(parameter, (), memory, reads_copies=False), next(owners)
+                part, owner = HostPart(parameter, (), memory), next(owners)
                 parameter.host = part  # type: ignore[attr-defined]
-                self._products[owner].append(part.add_copy(parameter) if reads_copies else parameter)
+                self._products[owner].append(parameter if copies is None else part.add_copy(parameter, copies))
                 part.is_here = owner == replica
                 _resize(parameter, parameter.numel() * part.is_here)
         self.release()

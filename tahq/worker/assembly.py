@@ -20,13 +20,14 @@ from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
 from tahq.config.stage_estimate import (
+    autocast_dtype,
     block_ranges,
     check_layers,
     chunks_of,
-    computes_in_bf16,
     frozen_chunks,
-    has_bf16_matrices,
+    lacks_bf16,
     loss_chunks,
+    matrix_dtype,
     stage_estimate,
 )
 from tahq.data.batches import BatchSource
@@ -63,7 +64,7 @@ from tahq.pipeline.engine import StageEngine
 from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.sampling import Sampler
 from tahq.pipeline.schedule.schedule import Action
-from tahq.pipeline.stage import Stage, StagePlan
+from tahq.pipeline.stage import PRODUCTS, Stage, StagePlan
 from tahq.pipeline.weight_loans import SharedBlock
 from tahq.units import counted, format_size
 
@@ -107,7 +108,7 @@ def compute_device(config: ClusterConfig, stage: int, override: str | None) -> t
         torch.cuda.set_device(device)
     if config.training.precision == "fp8":
         check_fp8_units(device)
-    if config.memory.residual == "bf16" and not computes_in_bf16(config, device.type):
+    if config.memory.residual == "bf16" and autocast_dtype(config, device) != torch.bfloat16:
         raise ConfigError(
             f"memory.residual: bf16 needs products in bf16, and training.precision: auto is fp32 on {device}; set "
             "training.precision: bf16, or memory.residual: fp32"
@@ -143,7 +144,7 @@ def use_repeatable_kernels(device: torch.device | str) -> None:
 def offloaded(config: ClusterConfig, stage: int, device: torch.device) -> frozenset[Offload]:
     """What a stage on this device keeps in host memory; ConfigError: `master`, but its products are in fp32."""
     which = config.memory.offload_of(stage)
-    if "master" in which and not computes_in_bf16(config, device.type):
+    if "master" in which and autocast_dtype(config, device) is None:
         raise ConfigError(f"stage {stage}: memory.offload: {NEEDS_BF16}; this stage computes in fp32 on {device}")
     return which
 
@@ -179,15 +180,15 @@ def chunk_module(
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in whole_s)
         return SleepingSlice(spec, blocks, forward_s, backward_s, device=device, random=random)
     which, memory = offloaded(config, stage, device), HostMemory(device)
-    reads_copies = computes_in_bf16(config, device.type) and matrix_dtype(config, device) == torch.float32
-    reads_copies = reads_copies and config.training.precision != "fp8"
+    copies = autocast_dtype(config, device) if matrix_dtype(config, device) == torch.float32 else None
+    copies = None if config.training.precision == "fp8" else copies
     shares = shares_of(spec, slice_parameters(spec, blocks), config.pipeline.replicas, config.shards).values()
     if owners := [share.owner for share in shares if share.keeps_alone]:
         replicas = config.pipeline.replicas
         place: Callable[..., Any] = partial(SharedBlock, owners=iter(owners), replica=replica, replicas=replicas)
     else:
         place = partial(place_on_host, which=which)
-    placed = partial(place, memory=memory, reads_copies=reads_copies)
+    placed = partial(place, memory=memory, copies=copies)
     module = _slice(config, spec, blocks, device, random, weights, filled, placed if which or owners else None)
     keep_as_configured(config, module, stage)
     if which or owners:
@@ -212,11 +213,6 @@ def _slice(
         placed = placed or (lambda block: None)
         build = partial(build_stored_slice, matrices=matrix_dtype(config, device), placed=placed)
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
-
-
-def matrix_dtype(config: ClusterConfig, device: torch.device) -> torch.dtype:
-    """The type of weights with two dimensions on a device, apart from adapters'."""
-    return torch.bfloat16 if has_bf16_matrices(config, device.type) else torch.float32
 
 
 def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, micro_batch: int | None = None) -> None:
@@ -360,6 +356,8 @@ class Assembly:
             data_notes=data.dataset.notes if data is not None else [],
             start_step=self.assign.start_step,
             memory_nbytes=free_bytes(self.device) + sum(map(device_nbytes, chain(*(m.parameters() for m in modules)))),
+            products=PRODUCTS[self._autocast],
+            emulates_bf16=self._autocast == torch.bfloat16 and lacks_bf16(self.device),
         )
 
     def connect(
@@ -392,7 +390,7 @@ class Assembly:
             self._batches,
             transports,
             device=self.device,
-            bf16=computes_in_bf16(config, self.device.type),
+            autocast=self._autocast,
             order=self._sample_order(plan),
             cache_folder=Path(config.run.dir) / config.run.name / "cache",
             on_action=on_action,
@@ -425,6 +423,10 @@ class Assembly:
             versions={"tahq": __version__, "torch": str(torch.__version__)},
             arithmetic=self._arithmetic,
         )
+
+    @cached_property
+    def _autocast(self) -> torch.dtype | None:
+        return autocast_dtype(self.config, self.device)
 
     @cached_property
     def _arithmetic(self) -> dict[str, str]:

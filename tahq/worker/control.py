@@ -327,12 +327,13 @@ class WorkerTraining:
                 stage.update.apply(commit.step, commit.clip_factor)
             else:
                 stage.update.discard()
-            if not (commit.apply or commit.abandoned):
+            if not (commit.apply or commit.abandoned or commit.loss_scale):  # else the scale was too high
                 self._keep_batch(commit.step)
         stage.gather_weights(commit.step)
         stage.use_codecs(commit.step + 1, commit.codecs)
         stage.use_schedule(commit.schedule, commit.depths)
         stage.use_replicas(commit.computing)
+        stage.use_loss_scale(commit.loss_scale)
         if (commit.evaluate or commit.sample) and stage.evaluates:
             self._evaluate(commit)
             self._meter.begin(commit.step + 1)

@@ -178,6 +178,7 @@ class Worker:
         stage.use_codecs(start.step, start.codecs)
         stage.use_schedule(start.schedule, start.depths)
         stage.use_replicas(start.computing)
+        stage.use_loss_scale(start.loss_scale)
         try:
             training.run(start.step)
         except FrameLogError as error:

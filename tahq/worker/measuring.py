@@ -22,7 +22,7 @@ from tahq.comm.control.messages import Assign, Bye, ComputeMeasured, Hello, Meas
 from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
-from tahq.config.stage_estimate import block_ranges, computes_in_bf16, micro_batch_shape
+from tahq.config.stage_estimate import autocast_dtype, block_ranges, matrix_dtype, micro_batch_shape
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.memory.saved_tensors import saved_by_block
@@ -38,7 +38,7 @@ from tahq.plan.measure.meter import Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq.worker.assembly import keep_as_configured, matrix_dtype, resolved_spec
+from tahq.worker.assembly import keep_as_configured, resolved_spec
 from tahq.worker.control import WorkerControl, WorkerOptions
 from tahq.worker.links import listening_addresses
 
@@ -346,7 +346,7 @@ class ComputeMeasurement:
         self._timer = DeviceTimer(device)
         # every block as if it were trained; `tahq.plan` knows which are not
         self._spec = dataclasses.replace(resolved_spec(config, None), folder=None, first_trainable=0)
-        self._bf16 = computes_in_bf16(config, device.type)
+        self._dtype = autocast_dtype(config, device)
         self.hidden_size = self._spec.hidden_size
 
     @property
@@ -422,7 +422,7 @@ class ComputeMeasurement:
         labels = torch.zeros(*size, dtype=torch.int64, device=self._device)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+            with torch.autocast(self._device.type, self._dtype or torch.bfloat16, enabled=self._dtype is not None):
                 if training.dpo is not None:
                     with torch.no_grad(), without_adapters():
                         model(x)

@@ -1,5 +1,6 @@
 """Whole runs: scripted workers, virtual clock, the real coordinator."""
 
+import math
 import re
 import signal
 from dataclasses import replace
@@ -211,6 +212,23 @@ def test_worker_that_makes_the_run_inexact_is_warned_about_but_allowed(scene):
         "version everywhere",
         f"{STAGE_1}: the continuation is no longer exact: device: A -> B; threads: 1 -> 2",
     ]
+
+
+def test_gpu_that_emulates_bf16_is_warned_about(scene):
+    scene.workers(stage1={"hello": {"products": "bf16", "emulates_bf16": True}})
+    assert scene.run() == 0
+    told = f"{STAGE_1}: its GPU has no bf16 and emulates it; training.precision: fp16 is faster there"
+    assert scene.observer.of("warned") == [told]
+
+
+def test_all_stages_get_the_loss_scale_that_one_in_fp16_needs(scene):
+    overflow = [make_prepare(1, 1, norm2=[math.inf])]
+    workers = scene.workers(stage1={"hello": {"products": "fp16"}, "say": {1: overflow}})
+    assert scene.run() == 0
+    for worker in workers:
+        (start,), commits = (scene.server.told(worker.identity, kind) for kind in (say.Start, say.Commit))
+        assert [start.loss_scale, *(commit.loss_scale for commit in commits[:2])] == [2.0**16, 2.0**16, 2.0**15]
+        assert [commit.apply for commit in commits[:3]] == [True, False, True]
 
 
 def test_what_the_first_stage_says_of_the_data_is_told_once(scene):

@@ -26,7 +26,7 @@ from tahq.coordinator.steps import (
     stage_split,
     step_record,
 )
-from tahq.errors import DataError, RemoteProtocolError
+from tahq.errors import DataError, NonFiniteError, RemoteProtocolError
 from tahq.pipeline.config import TrainingConfig
 
 NAMES = ("stage 0 (a, pid 1)", "stage 1 (b, pid 2)", "stage 2 (c, pid 3)")
@@ -79,6 +79,28 @@ def test_non_finite_anywhere_skips_the_step_everywhere(stage, change):
     prepares = [make_prepare(0, each, **(change if each == stage else {})) for each in range(3)]
     decision = decide(prepares, clip_norm=1.0)
     assert (decision.apply, decision.clip_factor) == (False, 1.0)
+
+
+def overflowed(loss_scale, *, skipped_in_a_row=100, loss_sum=32.0, **training):
+    """The decision about a step under a loss scale, in whose middle stage a gradient is infinite."""
+    prepares = [make_prepare(0, 0), make_prepare(0, 1, norm2=[math.inf]), make_prepare(0, 2, loss_sum=loss_sum)]
+    config = TrainingConfig(epochs=1, **training)
+    return steps.decide(
+        *(config, prepares, NAMES), num_steps=100, loss_scale=loss_scale, skipped_in_a_row=skipped_in_a_row
+    )
+
+
+@pytest.mark.parametrize("non_finite", ["skip", "halt"])
+def test_overflow_under_a_loss_scale_is_skipped_however_often(non_finite):
+    assert not overflowed(2.0, non_finite=non_finite).apply
+
+
+def test_overflow_at_the_lowest_loss_scale_and_a_loss_of_nan_that_is_to_halt_end_the_run():
+    with pytest.raises(NonFiniteError, match=r"stage 1 \(b, pid 2\) at the lowest loss scale, 1"):
+        overflowed(1.0)
+    with pytest.raises(NonFiniteError, match="non_finite is halt"):
+        overflowed(2.0, loss_sum=math.nan, non_finite="halt")
+    assert not overflowed(2.0, loss_sum=math.nan).apply
 
 
 @pytest.mark.parametrize(

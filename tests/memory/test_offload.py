@@ -90,7 +90,7 @@ class Trained:
                 **keys,
                 weights=True,
                 filled=lambda numel: None,
-                placed=lambda block: place_on_host(block, which, self.memory, reads_copies=bf16),
+                placed=lambda block: place_on_host(block, which, self.memory, copies=torch.bfloat16 if bf16 else None),
             )
         else:
             self.module = build_slice(spec, blocks, **keys)

@@ -54,7 +54,7 @@ def make_stage(transports, wire, *, stages=2, stage=1):
         wire=wire,
         tie=False,
     )
-    return Stage(plan, {stage: module}, None, transports, device=CPU, bf16=False)
+    return Stage(plan, {stage: module}, None, transports, device=CPU, autocast=None)
 
 
 def exchange(wire, shape):

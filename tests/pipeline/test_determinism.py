@@ -12,6 +12,7 @@ from support.runs import tiny
 from support.small_slices import EXPERTS
 
 from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import autocast_dtype
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
@@ -19,7 +20,7 @@ from tahq.memory.config import Recompute
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.stage import Stage, StagePlan
-from tahq.worker.assembly import chunk_module, computes_in_bf16, resolved_spec
+from tahq.worker.assembly import chunk_module, resolved_spec
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 OPTIMIZERS = get_args(TrainingConfig.model_fields["optimizer"].annotation)
@@ -91,8 +92,8 @@ def one_step(config: ClusterConfig, device: torch.device) -> dict[str, torch.Ten
         tie=False,
         gradients=config.memory.gradients,
     )
-    bf16 = computes_in_bf16(config, device)
-    stage = Stage(plan, {0: module}, batch_source(config.data.seq_len), {}, device=device, bf16=bf16)
+    autocast = autocast_dtype(config, device)
+    stage = Stage(plan, {0: module}, batch_source(config.data.seq_len), {}, device=device, autocast=autocast)
     found = {"loss": torch.tensor(stage.engine.run_step(0).loss_sum)}
     found["norms"] = torch.tensor(stage.update.squared_norms())
     stage.update.apply(0, 0.5)

@@ -127,7 +127,9 @@ def test_micro_batches_share_bf16_copies_of_weights_for_a_step(batches, checkpoi
     module.checkpoint_blocks = checkpoint_blocks
     shared = []
     row = schedules.schedule(SPLIT.splitlines()[0]).actions[0] if split else generate("gpipe", 1, 3).actions[0]
-    engine = make_engine(module, row, batches, bf16=True, on_action=lambda *_: shared.append(shared_copies()))
+    engine = make_engine(
+        *(module, row, batches), autocast=torch.bfloat16, on_action=lambda *_: shared.append(shared_copies())
+    )
     engine.run_step(0)
     assert all(copies is shared[0] for copies in shared)
     assert (shared[0] is None) == checkpoint_blocks

@@ -43,7 +43,7 @@ def low_rank_slice(training: TrainingConfig, vocab_size: int = 32, which=()):
     spec = load_spec(config, vocab_size=vocab_size, seq_len=8)
     settings, device = low_rank_settings(training, 3), torch.device("cpu")
     memory = HostMemory(device)
-    placed = partial(place_on_host, which=which, memory=memory, reads_copies=False)
+    placed = partial(place_on_host, which=which, memory=memory, copies=None)
     module = build_low_rank_slice(
         spec, BlockRange(0, 2, 2), settings, seed=3, device=device, random=RandomContext(3), placed=placed
     )
@@ -74,7 +74,7 @@ def trained(training: TrainingConfig, schedule: str, batches: BatchSource, which
     tensors: dict[str, torch.Tensor] = {}
     for step in range(2):
         modules = {0: low_rank_slice(training, 256, which)}
-        stage = Stage(plan, modules, batches, {}, device=torch.device("cpu"), bf16=bf16)
+        stage = Stage(plan, modules, batches, {}, device=torch.device("cpu"), autocast=torch.bfloat16 if bf16 else None)
         if tensors:
             stage.update.load(tensors.__getitem__, set(tensors))
         stage.engine.run_step(step)

@@ -15,7 +15,7 @@ import torch
 from tahq.comm.topology import Position, total_steps
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config
-from tahq.config.stage_estimate import block_ranges, computes_in_bf16
+from tahq.config.stage_estimate import autocast_dtype, block_ranges, matrix_dtype
 from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
@@ -39,7 +39,6 @@ from tahq.worker.assembly import (
     StageData,
     compute_device,
     keep_as_configured,
-    matrix_dtype,
     resolved_spec,
 )
 from tahq_launch.start.prepared_run import continued_config, resolved_run, with_run_name
@@ -186,8 +185,8 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
     for chunk, part in enumerate(slices):
         keep_as_configured(config, part, chunk % config.pipeline.stages)
     num_pieces = partial(config.training.num_pieces, seq_len=config.data.seq_len)
-    bf16, router_loss = computes_in_bf16(config, device.type), router_loss_of(config.training.router_aux_loss, spec)
-    return CutModel(slices, seed=seed, bf16=bf16, num_pieces=num_pieces, router_loss=router_loss)
+    dtype, router_loss = autocast_dtype(config, device), router_loss_of(config.training.router_aux_loss, spec)
+    return CutModel(slices, seed=seed, autocast=dtype, num_pieces=num_pieces, router_loss=router_loss)
 
 
 def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int], None]:

@@ -17,9 +17,9 @@ from tahq.comm.link.frame import Direction
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import (
+    autocast_dtype,
     block_ranges,
     chunks_of,
-    computes_in_bf16,
     memory_lines,
     schedule_of,
     stage_estimate,
@@ -32,6 +32,7 @@ from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.pipeline.stage import PRODUCTS
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.plan.simulate.simulator import draw_grid
 from tahq.quant import get_codec
@@ -86,10 +87,10 @@ class _DryRun:
         self.schedule = schedule_of(config, self.spec)
         self.stages = range(self.schedule.num_stages)
         self.devices = [stage_device(config, stage) for stage in self.stages]
-        self.bf16 = [computes_in_bf16(config, device.type) for device in self.devices]
+        self.products = [autocast_dtype(config, device.type) for device in self.devices]
         self.memory = []
         for stage, device in zip(self.stages, self.devices, strict=True):
-            offloaded(config, stage % config.pipeline.stages, device)
+            offloaded(config, stage % config.pipeline.stages, torch.device(device.type))
             self.memory.append(stage_estimate(config, self.spec, stage, device=device.type))
             progress((stage + 1) / len(self.stages))
         self.num_parameters = [self._num_parameters(stage) for stage in self.stages]
@@ -125,7 +126,7 @@ class _DryRun:
     def _precision(self, stage: int) -> str:
         if self.config.training.precision == "fp8":
             return "fp8"
-        return "bf16" if self.bf16[stage] else "fp32"
+        return PRODUCTS[self.products[stage]]
 
     def _num_parameters(self, stage: int) -> int:
         """Parameters of all chunks of a stage, in whichever format their weights are stored."""

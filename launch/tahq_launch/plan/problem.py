@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from tahq.comm.link.spec import First
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import attached_nbytes, computes_in_bf16, kept_code_nbytes, micro_batch_shape
+from tahq.config.stage_estimate import attached_nbytes, autocast_dtype, kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError, brief
 from tahq.memory.config import Offload, Recompute
 from tahq.memory.estimate import StepNumbers, divided_nbytes, fp32_gradient, keeps_copies, on_host, stage_memory
@@ -224,7 +224,7 @@ def _is_allowed(config: ClusterConfig) -> bool:
         ClusterConfig.model_validate(config.model_dump(mode="json"))
     except ValueError:
         return False
-    return "master" not in config.memory.offload_of() or computes_in_bf16(config, _device(config))
+    return "master" not in config.memory.offload_of() or autocast_dtype(config, _device(config)) is not None
 
 
 def _memory_option(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tahq import __version__
-from tahq_launch.start.machine_checks import Finding, fault, key_file, machine_checks
+from tahq_launch.start.machine_checks import Finding, fault, key_file, machine_checks, warning
 
 if TYPE_CHECKING:
     from tahq.comm.config import MachineConfig
@@ -161,8 +161,10 @@ def stage_checks(
 
     `any_is_end`: a plan may put this machine at an end of the pipeline, where it reads data.
     """
+    from tahq.config.stage_estimate import lacks_bf16
     from tahq.errors import DataError, ModelError
     from tahq.hub import is_hub_name
+    from tahq_launch.plan.numbers import stage_device
     from tahq_launch.start.local_checks import check_stage, is_end
 
     host = config.hosts[stage] if isinstance(config.hosts, list) else None
@@ -186,6 +188,9 @@ def stage_checks(
             missing.add("device")
             key = "run" if host is None or host.device == "auto" else f"hosts.{stage}"
             yield fault("device", str(error), f"nvidia-smi there, or set {key}.device: cpu", wanted="a GPU")
+    if config.training.precision == "bf16" and "device" not in missing and lacks_bf16(stage_device(config, stage)):
+        found = "training.precision is bf16, which this GPU only emulates"
+        yield warning("precision", found, "set training.precision: fp16, which is faster there")
     yield _disk(Path(config.run.dir), "run.dir" if host is None else f"hosts.{stage}.workdir", checkpoint_nbytes)
     if "model" not in missing and config.model.path is not None:
         yield Finding(check="model", found=config.model.path)

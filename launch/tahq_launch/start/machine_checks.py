@@ -87,6 +87,7 @@ def gpus(device: str) -> Iterator[Finding]:
     """Each GPU with its driver, or the reason that torch cannot use it; a fault unless the device is the CPU."""
     import torch
 
+    from tahq.config.stage_estimate import FIRST_WITH_BF16
     from tahq.units import format_size
 
     built = f"torch {torch.__version__}"
@@ -98,6 +99,7 @@ def gpus(device: str) -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             card = torch.cuda.get_device_properties(index)
             text = f"cuda:{index}: {card.name}, {format_size(card.total_memory)}; driver {driver or 'unknown'}, {built}"
+            text += "" if card.major >= FIRST_WITH_BF16[0] else "; no bf16, so products are in fp16 by default"
             broken = _kernel_failure(index)
             yield fault("GPU", f"{text}: {broken}", _OTHER_TORCH) if broken else Finding(check="GPU", found=text)
         yield from _triton()

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at 
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json, config_json
-from tahq.config.stage_estimate import computes_in_bf16
+from tahq.config.stage_estimate import autocast_dtype
 from tahq.data.batches import BatchSource
 from tahq.models.loss import summed_cross_entropy
 from tahq.models.slice import ModelSlice
@@ -146,13 +146,13 @@ class Boundaries(nn.Module):
         super().__init__()
         self.module = module
         self._device = device
-        self._bf16 = computes_in_bf16(config, device.type)
+        self._dtype = autocast_dtype(config, device)
         self._is_last = is_last
         self._wire_dtype = wire_dtype(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the slice."""
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(self._device.type, self._dtype or torch.bfloat16, enabled=self._dtype is not None):
             on_device = x.to(self._device)
             # Tokens unchanged, activations in fp32: converted on the device, which halves the bytes to copy.
             y: torch.Tensor = self.module(on_device.float() if x.is_floating_point() else on_device)

@@ -15,7 +15,7 @@ import torch
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json, config_json
-from tahq.config.stage_estimate import computes_in_bf16
+from tahq.config.stage_estimate import autocast_dtype
 from tahq.errors import TahqError
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, sharing_copies_of
@@ -76,7 +76,8 @@ def _time_once(config: ClusterConfig, module: ModelSlice, device: torch.device) 
     else:
         x = torch.randn(*shape, module.spec.hidden_size, device=device, requires_grad=True)
     begin_s = _now(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(config, device.type)):
+    dtype = autocast_dtype(config, device)
+    with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         y = module(x)
     forward_end_s = _now(device)
     y.backward(torch.full_like(y, 1e-3))

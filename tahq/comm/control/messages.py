@@ -101,6 +101,10 @@ class Hello:
     """Steps behind the checkpoint that I begin at."""
     memory_nbytes: int = 0
     """Bytes that my device has free or I use there; 0: unknown."""
+    products: str = ""
+    """Type of my matrix products: fp32, bf16 or fp16; under fp16 all stages need a loss scale."""
+    emulates_bf16: bool = False
+    """Whether my GPU has no bf16 of its own, and computes in it nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,7 @@ class Start:
     `codecs` has a row for each link and direction whose codec is not the configured one: [link, direction, index into
     the plan's table of codecs]. `schedule` and `depths` (most micro-batches in flight, by stage; empty: the schedule's
     own) are in force instead of the configured ones; "": those are. Replicas `computing` share the batch; empty: all.
+    `loss_scale` is the factor of gradients; 0: there is no loss scale.
     """
 
     step: int
@@ -285,6 +290,7 @@ class Start:
     schedule: str = ""
     depths: list[int] = field(default_factory=list)
     computing: list[int] = field(default_factory=list)
+    loss_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +339,8 @@ class Commit:
     that was `abandoned` is not applied.
     `complete_snapshot` is the number of steps behind the newest complete checkpoint (0: none): older ones may go, but
     that after `best_snapshot` steps. `snapshot_before`: first write the checkpoint after the step before, as the state
-    still is. `sample`: continue the prompts of `training.samples`, as a part of the evaluation.
+    still is. `sample`: continue the prompts of `training.samples`, as a part of the evaluation. `loss_scale`: as in
+    START, of the next step.
     """
 
     step: int
@@ -351,6 +358,7 @@ class Commit:
     best_snapshot: int = 0
     snapshot_before: bool = False
     sample: bool = False
+    loss_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,8 @@ def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list
 
 
 def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
-    """Warnings: torch's versions differ, or arithmetic and the checkpoint's; and what the first stage says of data."""
+    """Warnings: torch's versions differ, or arithmetic and the checkpoint's; a GPU emulates bf16; and what the first
+    stage says of data."""
     others = [other for other in seats if other.hello and other.hello.torch_version != hello.torch_version]
     lines = [
         f"stage {seat.stage} has torch {hello.torch_version}, {other.name} has {other.hello.torch_version}: "
@@ -117,6 +118,8 @@ def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
     if hello.arithmetic_changes:
         changes = "; ".join(hello.arithmetic_changes)
         lines.append(f"{seat.name}: the continuation is no longer exact: {changes}")
+    if hello.emulates_bf16:
+        lines.append(f"{seat.name}: its GPU has no bf16 and emulates it; training.precision: fp16 is faster there")
     return [*lines, *(hello.data_notes if seat.stage == 0 else ())]
 
 

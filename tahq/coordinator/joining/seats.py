@@ -71,12 +71,14 @@ class RestorePoint:
     saved_codecs: Mapping[str, Any] = field(default_factory=dict)
     computing: Sequence[int] = ()
     """The replicas that share the batch of this step; empty: all."""
+    loss_scale: float = 0.0
+    """Of this step; 0: there is none."""
 
     @property
     def start(self) -> Start:
         """What a stage that begins here is told."""
-        name, depths = self.schedule or ("", ())
-        return Start(self.step, [list(row) for row in self.codecs], name, list(depths), list(self.computing))
+        codecs, (name, depths) = [list(row) for row in self.codecs], self.schedule or ("", ())
+        return Start(self.step, codecs, name, list(depths), list(self.computing), self.loss_scale)
 
     def file_of(self, stage: int) -> str:
         """The name of a stage's file; empty if there is none."""

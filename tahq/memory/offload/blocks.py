@@ -24,14 +24,16 @@ Kept = dict[int, list[Offloaded]]
 """What blocks keep of one micro-batch, by a block's place in its slice."""
 
 
-def place_on_host(block: nn.Module, which: Collection[Offload], memory: HostMemory, *, reads_copies: bool) -> None:
+def place_on_host(
+    block: nn.Module, which: Collection[Offload], memory: HostMemory, *, copies: torch.dtype | None
+) -> None:
     """Give a block's matrices, just allocated, or a low-rank layer's weight, their part in host memory."""
     if (weight := getattr(block, "low_rank", None)) is not None:
-        weight.host = HostPart(weight, which, memory, reads_copies=False)
+        weight.host = HostPart(weight, which, memory)
         weight.host.take_states(weight.moments)
     for parameter in block.parameters():
         if parameter.ndim > 1:
-            parameter.host = HostPart(parameter, which, memory, reads_copies=reads_copies)  # type: ignore[attr-defined]
+            parameter.host = HostPart(parameter, which, memory, copies=copies)  # type: ignore[attr-defined]
 
 
 def offload_blocks(module: ModelSlice, which: Collection[Offload], memory: HostMemory) -> None:
@@ -42,7 +44,7 @@ def offload_blocks(module: ModelSlice, which: Collection[Offload], memory: HostM
     if moments := frozenset(which) & {"m", "v"}:
         for parameter in module.parameters():
             if parameter.ndim > 1 and host_part(parameter) is None:
-                parameter.host = HostPart(parameter, moments, memory, reads_copies=False)  # type: ignore[attr-defined]
+                parameter.host = HostPart(parameter, moments, memory)  # type: ignore[attr-defined]
     module.owns_products |= any(hasattr(each, "product_copy") for each in module.parameters())
     module.around_block = BlockOffload(module, which, memory)
 

@@ -14,8 +14,6 @@ from tahq.memory.offload.host_memory import HostMemory, Loan, Offloaded, lent
 from tahq.memory.small_floats.nf4 import packed_weight
 from tahq.models.weights import FilledWeight, sum_of_bits
 
-COPIED = torch.bfloat16
-
 
 class HostGradient:
     """A parameter's gradient, summed on the device, in its own type, and kept on the host between micro-batches.
@@ -76,31 +74,36 @@ class HostPart:
     Args:
         parameter: on its device.
         which: `memory.offload`.
-        reads_copies: whether products read bf16 copies. `master` keeps the values themselves on the host, and so does
+        copies: type of the copies that products read, if they do. `master` keeps the values on the host, and so does
             `weights` if there are no copies; `weights` also keeps the copies there.
     """
 
     def __init__(
-        self, parameter: Parameter, which: Collection[Offload], memory: HostMemory, *, reads_copies: bool
+        self,
+        parameter: Parameter,
+        which: Collection[Offload],
+        memory: HostMemory,
+        *,
+        copies: torch.dtype | None = None,
     ) -> None:
         self._which, self._memory = which, memory
         self.states: dict[str, Offloaded] = {}
         """By name, such as `exp_avg`."""
         self._is_in_place = False
         self.gradient = HostGradient(memory) if "gradients" in which else None
-        self.values = self._away(parameter) if "master" in which or ("weights" in which and not reads_copies) else None
+        self.values = self._away(parameter) if "master" in which or ("weights" in which and copies is None) else None
         self.copy: torch.Tensor | None = None
         self.product: Offloaded | None = self.values
         """What products read, where it is on the host."""
         self.is_here = True
         """Whether this process has the values; else another replica lends them (`pipeline/weight_loans.py`)."""
-        if reads_copies and ("master" in which or "weights" in which):
-            copy = self.add_copy(parameter)
+        if copies is not None and ("master" in which or "weights" in which):
+            copy = self.add_copy(parameter, copies)
             self.product = self._away(copy) if "weights" in which else None
 
-    def add_copy(self, parameter: Parameter) -> torch.Tensor:
+    def add_copy(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Make room for the copy that products read."""
-        self.copy = torch.empty(parameter.shape, dtype=COPIED, device=parameter.device)
+        self.copy = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         parameter.product_copy = self.copy  # type: ignore[attr-defined]
         return self.copy
 

@@ -36,7 +36,7 @@ def _step_s(build: Callable[[Mapping[str, Parameter]], Optimizer], device: torch
     parameters = [Parameter(torch.zeros(_NUMEL, device=device)) for _ in range(_NUM)]
     optimizer = build({str(number): parameter for number, parameter in enumerate(parameters)})
     assert isinstance(optimizer, AdamwLoop)
-    hosts = [HostPart(parameter, ("m", "v"), memory, reads_copies=False) for parameter in parameters]
+    hosts = [HostPart(parameter, ("m", "v"), memory) for parameter in parameters]
     for parameter, host in zip(parameters, hosts, strict=True):
         states = optimizer.states_of(parameter)
         host.take_states(states)

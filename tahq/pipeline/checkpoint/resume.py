@@ -379,6 +379,12 @@ RULES: Mapping[str, KeyRule] = {
     "training.samples": KeyRule(Verdict.EXACT, _NO_EFFECT),
     "training.early_stopping": KeyRule(Verdict.EXACT, "it changes no step, only their number"),
     "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
+    "training.loss_scale": KeyRule(
+        Verdict.INEXACT,
+        "gradients overflow, or are lost, at other steps",
+        _outside("training.precision", "fp16", "auto", reason="only fp16 uses it"),
+    ),
+    "training.loss_scale.initial": KeyRule(Verdict.EXACT, "a resumed run goes on with the scale of its checkpoint"),
     "training.fp8": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_FP8),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.replicas": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
