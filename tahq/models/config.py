@@ -125,7 +125,8 @@ class ModelConfig(Section):
             check_frozen_layers(self, self.num_layers or 0)
         if self.frozen_layers and self.tie == "sync":
             raise ValueError(
-                "frozen_layers does not train the embedding, and under tie: sync the head would have to equal it; use tie: untied"
+                "frozen_layers does not train the embedding, and under tie: sync the head would have to equal it; "
+                "use tie: untied"
             )
         return self
 
