@@ -234,6 +234,7 @@ def _check_overrides(overrides: Mapping[str, Any], layout: FamilyLayout, owned: 
     if not overrides:
         return
     known, aliases = _known_keys(layout), layout.config_class().attribute_map
+    known |= {"head_dim"} if layout.rotary is not None else set()  # which layers read, also where it is not declared
     for key in overrides:
         if key not in known:
             nearest = difflib.get_close_matches(key, sorted(known), n=1)
