@@ -6,6 +6,7 @@ import pytest
 
 from tahq.errors import ModelError
 from tahq.models.config import ModelConfig
+from tahq.models.families import head_dim
 from tahq.models.model_spec import load_spec
 
 from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
@@ -41,6 +42,13 @@ def test_overrides_reach_the_configuration(family):
     config = load(family=family, overrides={"rms_norm_eps": 1e-3, "tie_word_embeddings": True}).hf_config
     assert config.rms_norm_eps == 1e-3
     assert config.tie_word_embeddings is True
+
+
+def test_head_dim_reaches_layers_whose_configuration_does_not_declare_it():
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 16}
+    assert head_dim(load(family="qwen3_moe", num_kv_heads=2, overrides=keys).hf_config) == 16
+    with pytest.raises(ModelError, match="GPT2Config has no such key"):
+        load(family="gpt2", overrides={"head_dim": 16})
 
 
 def test_sync_ties_a_model_with_random_weights():
