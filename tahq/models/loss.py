@@ -107,6 +107,27 @@ def cross_entropy(
     return summed / divisor, summed
 
 
+def cross_entropy_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each sample, summed over its labelled tokens, from all logits at once; else as `cross_entropy`.
+
+    Args:
+        logits: [B, S, V], any float dtype.
+        labels: int64 [B, S], as of `summed_cross_entropy`.
+
+    Returns:
+        fp32 [B].
+    """
+    kernels = _kernels(logits)
+    if kernels is None:
+        flat = logits.float().flatten(0, 1)
+        losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    elif torch.is_grad_enabled() and logits.requires_grad:
+        losses = _CrossEntropyOfTokens.apply(logits, labels)  # type: ignore[no-untyped-call]
+    else:
+        losses = kernels.losses_of_rows(_rows(logits), labels.flatten())[0]
+    return losses.view(labels.shape).sum(1)
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -152,6 +173,25 @@ class _CrossEntropy(torch.autograd.Function):
         (of_logits,) = ctx.saved_tensors
         ctx.kernels.multiply_rows(of_logits, gradients[0])
         return of_logits.view(ctx.shape), None, None, None
+
+
+class _CrossEntropyOfTokens(torch.autograd.Function):
+    """The loss of each token, fp32 [T], by the kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows, kernels = _rows(logits), _kernels(logits)
+        assert kernels is not None, "the caller checked"
+        losses: torch.Tensor = kernels.losses_of_rows(rows, labels.flatten(), 1.0)[0]
+        ctx.shape = logits.shape
+        ctx.save_for_backward(rows)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (of_logits,) = ctx.saved_tensors
+        return of_logits.mul_(gradients[0][:, None]).view(ctx.shape), None
 
 
 def _differentiated(

@@ -54,7 +54,7 @@ from tahq.models.keyed_dropout import (
     keyed_attention,
     register_attention,
 )
-from tahq.models.loss import chunked_cross_entropy, cross_entropy, soft_capped
+from tahq.models.loss import chunked_cross_entropy, cross_entropy, cross_entropy_of_rows, soft_capped
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.weights import FilledWeight, FolderWeights, one_line
@@ -221,6 +221,13 @@ class ModelSlice(nn.Module):
             weight, chunks = self.lm_head.weight, self.loss_chunks
             return chunked_cross_entropy(y, weight, labels, chunks, divisor, self.z_loss, self._soft_cap)
         return cross_entropy(y, labels, divisor, self.z_loss)
+
+    def log_probs(self, y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Σ log p of the labels of each sample, fp32 [B], from an output of the last slice, which is as in `loss`."""
+        if self.loss_chunks == 1:
+            return -cross_entropy_of_rows(y, labels)
+        samples = zip(torch.split(y, 1), torch.split(labels, 1), strict=True)
+        return -torch.stack([self.loss(*sample)[0] for sample in samples])
 
     def logits(self, y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] behind one position of each sample, int64 [B], from an output of the last slice."""

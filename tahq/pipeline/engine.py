@@ -79,9 +79,9 @@ class Chunk:
             return self.module.loss(y, labels, divisor)
 
     def log_probs(self, y: torch.Tensor, labels: torch.Tensor, *, autocast: torch.dtype | None) -> torch.Tensor:
-        """Σ log p of each row's labels, fp32 [B]; `y` and `labels` as of `loss`."""
-        rows = zip(torch.split(y, 1), torch.split(labels, 1), strict=True)
-        return -torch.stack([self.loss(*row, autocast=autocast)[0] for row in rows])
+        """See `ModelSlice.log_probs`."""
+        with _autocast(y, autocast):
+            return self.module.log_probs(y, labels)
 
     def logits(self, y: torch.Tensor, places: torch.Tensor, *, autocast: torch.dtype | None) -> torch.Tensor:
         """See `ModelSlice.logits`."""

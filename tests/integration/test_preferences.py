@@ -109,6 +109,7 @@ def test_dpo_is_that_of_a_plain_loop_with_peft(tmp_path, monkeypatch, family, st
     assert "nats per pair" in run.stdout
 
 
+@pytest.mark.ci
 def test_bytes_on_the_wire_are_those_that_a_dry_run_counts(tmp_path, monkeypatch):
     """Two blocks that are not trained: their activations are the reference's, too, and cross their cut once."""
     monkeypatch.chdir(tmp_path)
@@ -195,6 +196,7 @@ def test_replicas_share_the_pairs_and_chunks_of_the_loss_change_its_last_bits_on
         assert row["rewards"] == pytest.approx(plain["rewards"], abs=1e-4)
 
 
+@pytest.mark.ci
 def test_pairs_without_a_rejected_answer_are_refused_in_one_line(tmp_path):
     config = here(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1 + 1 = ", "chosen": "2"}\n')

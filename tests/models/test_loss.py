@@ -155,6 +155,24 @@ def test_slice_with_chunks_returns_what_its_loss_takes(family):
     torch.testing.assert_close(logits[0], logits[1])
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_log_probabilities_of_samples_have_gradients_of_their_own(num_chunks):
+    module = make_slice(make_spec("llama"), blocks=BlockRange(2, 3, 3)).requires_grad_(False)
+    draw = torch.Generator().manual_seed(1)
+    hidden, labels = torch.randn(3, SEQ_LEN, 64, generator=draw), torch.randint(VOCAB, (3, SEQ_LEN), generator=draw)
+    labels[:, :3], labels[2] = IGNORED_LABEL, IGNORED_LABEL
+    each = F.log_softmax(module(x := hidden.clone().requires_grad_()), -1)
+    at_labels = each.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    expected, weights = at_labels.where(labels != IGNORED_LABEL, 0.0).sum(1), torch.tensor([1.0, -2.0, 3.0])
+    (expected * weights).sum().backward()
+    module.loss_chunks = num_chunks
+    found = module.log_probs(module(y := hidden.clone().requires_grad_()), labels)
+    (found * weights).sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(y.grad, x.grad)
+    assert found[2] == 0
+
+
 def test_loss_of_preferences_is_that_of_the_paper_and_leaves_out_rows_without_labels():
     log_probs = torch.tensor([-3.0, -5.0, -4.0, -2.0, 0.0, 0.0], requires_grad=True)
     reference = torch.tensor([-4.0, -4.5, -3.0, -2.0, 0.0, 0.0])

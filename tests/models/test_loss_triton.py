@@ -16,7 +16,7 @@ from tahq.memory.saved_tensors import MicroBatchShape, copied_by_head, head_work
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, linear, product
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy
+from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy, cross_entropy_of_rows
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 
@@ -141,6 +141,20 @@ def test_backward_multiplies_by_the_gradient_of_the_loss(z_loss, factor, dtype):
     close(leaf.grad.view(6, 70), factor * of_logits)
     with torch.no_grad():
         assert torch.equal(cross_entropy(leaf, labels)[1], summed)
+
+
+@every_dtype
+def test_losses_of_samples_can_be_differentiated_with_a_weight_for_each(dtype):
+    leaf, logits, labels = made_logits(dtype)
+    with torch.no_grad():
+        before = cross_entropy_of_rows(logits, labels)
+    losses, of_logits = exact(leaf.view(6, 70), labels.flatten(), 0.0)
+    found = cross_entropy_of_rows(logits, labels)
+    assert torch.equal(found, before)
+    close(found.detach(), losses[0].view(2, 3).sum(1))
+    weights = torch.tensor([2.0, -0.5], device=DEVICE)
+    (found * weights).sum().backward()
+    close(leaf.grad, DIVISOR * of_logits.view(2, 3, 70) * weights[:, None, None])
 
 
 def test_logits_that_were_overwritten_are_not_taken_for_logits():
