@@ -47,6 +47,7 @@ _OTHER_NAMES = {
     "training.precision": "bf16 fp16 mixed_precision torch_dtype dtype",
     "training.loss_scale.initial": "init_scale initial_scale_power fp16_init_scale",
     "training.loss_scale.growth_steps": "growth_interval loss_scale_window scale_growth_interval",
+    "training.compile": "torch_compile use_torch_compile torch_compile_backend",
     "training.eval_every, in steps": "eval_steps eval_interval val_check_interval",
     "training.early_stopping, with patience": "early_stopping_patience early_stopping_rounds",
     "training.early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
@@ -150,6 +151,7 @@ class ClusterConfig(Section):
         self._check_memory()
         self._check_adapter()
         self._check_dpo()
+        self._check_compile()
         self._check_wire()
         self._check_data()
         self._check_fused()
@@ -514,6 +516,28 @@ class ClusterConfig(Section):
             if holds:
                 raise ValueError(reason)
         self.data.set_default("packing", False)
+
+    def _check_compile(self) -> None:
+        """What computes blocks by other means than transformers' own layers."""
+        training, memory, levels = self.training, self.memory, self.memory.recompute
+        if not training.compile:
+            return
+        listed = [levels] if isinstance(levels, str) else levels
+        level = next((each for each in listed if each not in ("auto", "none", "block")), "")
+        refused = {
+            "pipeline.schedule: zero-bubble, whose backwards are in two parts": self.pipeline.schedule == "zero-bubble",
+            "adapter, which adds products to layers": self.adapter is not None,
+            "training.precision: fp8, whose products are in other layers": training.precision == "fp8",
+            f"training.optimizer: {training.optimizer}, which stores weights in another form": training.is_low_rank,
+            f"memory.activations: {memory.activations}, which has other layers": memory.activations != "none",
+            f"memory.recompute: {level}, which divides blocks; use none or block": bool(level),
+            "memory.offload of more than m and v": bool(memory.all_offload - {"m", "v"}),
+            "memory.shard: weights": "weights" in self.shards,
+            "model.dropout, whose masks have names": self.model.dropout > 0,
+        }
+        for what, holds in refused.items():
+            if holds:
+                raise ValueError(f"training.compile does not combine with {what}; remove one of them")
 
     def _check_offload(self) -> None:
         offload, optimizer = self.memory.all_offload, self.training.optimizer

@@ -219,6 +219,8 @@ def check_layers(config: ClusterConfig, spec: ModelSpec) -> None:
     Also a loss of routers without routers, and low-rank experts.
     """
     router_loss_of(config.training.router_aux_loss, spec)
+    if spec.layout.experts is not None and config.training.compile:
+        raise ModelError(f"training.compile does not combine with experts ({spec.family}), whose products are tahq's")
     if spec.layout.experts is not None and config.training.is_low_rank:
         raise ModelError(
             f"training.optimizer: {config.training.optimizer} has no subspace for the stacked weights of experts "

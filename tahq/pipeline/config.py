@@ -181,6 +181,8 @@ class TrainingConfig(Section):
     """Of `precision: fp16`."""
     fp8: Fp8Config = Fp8Config()
     """Options of `precision: fp8`."""
+    compile: bool = False
+    """Compute blocks by torch.compile, which takes up to a minute at the start; without zero-bubble's schedule."""
 
     @field_validator("optimizer", mode="before")
     @classmethod

@@ -24,6 +24,7 @@ from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError, ScheduleError
 from tahq.memory.agoq.stored_gradients import HoldsGradient
+from tahq.memory.compiled_blocks import compile_now
 from tahq.memory.config import Gradients, Shard
 from tahq.memory.free_memory import peak_bytes
 from tahq.memory.galore.qgalore import low_rank_weights
@@ -175,13 +176,17 @@ class Stage:
         )
 
     def prepare(self, working: Callable[[str], None] = lambda activity: None) -> None:
-        """Compile or load the kernels of the codecs on this stage's cuts, so that no step waits for that.
+        """Compile or load the kernels of the codecs on this stage's cuts, and blocks, so that no step waits for that.
 
-        `working` is called with the codec that is prepared.
+        `working` is called with what is prepared.
 
         Raises:
             ConfigError: a codec does not support the model's channels, or its backend not the device.
         """
+        if self.plan.training.compile:
+            for chunk in self.engine.chunks.values():
+                working("compiling blocks")
+                compile_now(chunk.module, self._shape.boundary, self.engine.autocast)
         if not self._transports:
             return
         begin_s = time.perf_counter()

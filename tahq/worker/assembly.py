@@ -39,6 +39,7 @@ from tahq.hub import local_folder
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.block_graphs import BlockGraphs
 from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.compiled_blocks import compile_blocks
 from tahq.memory.config import NEEDS_BF16, Offload
 from tahq.memory.fp8_products import check_fp8_units, use_fp8_products
 from tahq.memory.free_memory import free_bytes
@@ -223,7 +224,11 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
     Raises:
         ModelError: `memory.activations` has no code for the model's blocks.
     """
-    recompute(module, config.memory.recompute_of(stage), fuses=config.memory.activations == "none")
+    level = config.memory.recompute_of(stage)
+    if config.training.compile:
+        module.checkpoint_blocks = level == "block"
+    else:
+        recompute(module, level, fuses=config.memory.activations == "none")
     attend_in_chunks(module, config.memory.attention_chunks)
     module.residual = torch.bfloat16 if config.memory.residual == "bf16" else None
     module.loss_chunks = loss_chunks(config, module.spec, micro_batch or config.training.micro_batch)
@@ -232,7 +237,9 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
         use_fp8_flow(module, config.memory.coat)
     elif config.memory.activations == "agoq":
         store_inputs(module, config.memory.agoq, config.memory.agoq.bits_of(stage))
-    if config.training.precision == "fp8":
+    if config.training.compile:
+        compile_blocks(module)
+    elif config.training.precision == "fp8":
         use_fp8_products(module, config.training.fp8)
     elif config.memory.activations == "none" and not config.training.is_low_rank and module.spec.layout.layers_like:
         is_plain = config.adapter is None and next(module.parameters()).is_cuda

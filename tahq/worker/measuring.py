@@ -339,7 +339,9 @@ class ComputeMeasurement:
         device: torch.device,
         working: Callable[[str], None],
     ) -> None:
-        self._config = config
+        # compiling for each size would take longer than all the rest
+        training = config.training.model_copy(update={"compile": False})
+        self._config = config = config.model_copy(update={"training": training})
         self._stage = stage % config.pipeline.stages
         self._device = device
         self._working = working

@@ -124,7 +124,8 @@ def _schedules(config: ClusterConfig, given: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _may_split(config: ClusterConfig) -> bool:
-    return config.memory.recompute_of() in ("none", "swiglu", "norm") and not config.training.is_fused
+    can_split = not (config.training.is_fused or config.training.compile)
+    return can_split and config.memory.recompute_of() in ("none", "swiglu", "norm")
 
 
 def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ...]:

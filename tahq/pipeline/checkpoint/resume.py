@@ -385,6 +385,7 @@ RULES: Mapping[str, KeyRule] = {
         _outside("training.precision", "fp16", "auto", reason="only fp16 uses it"),
     ),
     "training.loss_scale.initial": KeyRule(Verdict.EXACT, "a resumed run goes on with the scale of its checkpoint"),
+    "training.compile": KeyRule(Verdict.INEXACT, "operations of blocks are fused and rounded differently"),
     "training.fp8": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_FP8),
     "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.replicas": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
