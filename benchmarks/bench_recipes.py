@@ -5,7 +5,7 @@
 Nothing is run, and any computer will do: a recipe is planned as it is before its first step, with figures that are
 calculated, not measured. A card computes `USED` of the dense bf16 rate that its maker publishes (NVIDIA's whitepapers
 of GA102 and of the Ada architecture: twice the rate of fp32), a backward takes twice the time of a forward, or with
-adapters as long as a forward, since frozen weights have no gradients. Coding takes no time. One GiB of each card is
+adapters as long as a forward, since frozen weights have no gradients. Coding takes no time, decoding 4 bits neither. One GiB of each card is
 left for CUDA's context and fragments, and a plan takes 90 % of the rest. Shapes are those of the models' config.json.
 """
 
@@ -56,6 +56,8 @@ ON_CARDS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "full": ((4, 16), (3, 24)),
     "lora": ((4, 8), (3, 12), (4, 24)),
     "packed_chat": ((4, 12), (3, 16), (4, 24)),
+    "qlora": ((4, 8), (3, 12)),
+    "dpo": ((4, 12), (3, 16)),
     "experts": ((4, 24),),
 }
 """Number of cards, and GB of each."""
@@ -86,13 +88,15 @@ def card_numbers(config: ClusterConfig, spec: ModelSpec, gigabytes: int, mbits: 
     _, tflops = TFLOPS[gigabytes]
     sample_s = config.data.seq_len / (USED * tflops * 1e12 / 2)
     block_s, head_s = sample_s * sum(costs.blocks) / len(costs.blocks), sample_s * costs.head
+    rows, forward = config.training.rows_per_sample, config.training.num_forwards
     backward = 2 if spec.adapter is None else 1
+    block_s, head_s = rows * block_s, rows * head_s
     compute = [
         LayerTimes(
             micro_batch=size,
-            block_forward=size * block_s,
+            block_forward=size * forward * block_s,
             block_backward=size * backward * block_s,
-            last_forward=size * head_s,
+            last_forward=size * forward * head_s,
             last_backward=size * backward * head_s,
         )
         for size in (1, 2, 4)

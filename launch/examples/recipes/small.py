@@ -1,9 +1,9 @@
-"""Make small models with a tokenizer, pairs and chats, on which every recipe runs without a download.
+"""Make small models with a tokenizer, pairs, chats and preferences, on which every recipe runs without a download.
 
     python launch/examples/recipes/small.py [FOLDER]
 
 FOLDER, by default `small`, gets `dense` and `experts`, folders as of the Hugging Face Hub with random weights of four
-layers, `pairs.jsonl` and `chats.jsonl`. Then, for example:
+layers, `pairs.jsonl`, `chats.jsonl` and `preferences.jsonl`. Then, for example:
 
     tahq-launch launch/examples/recipes/lora.yaml --set model=small/dense --set data.records=small/pairs.jsonl \\
         --set data.seq_len=64 --set training.steps=5
@@ -66,10 +66,13 @@ def main(folder: Path) -> None:
         {"messages": [{"role": "user", "content": f"Spell {n}."}, {"role": "assistant", "content": spelled(n)}]}
         for n in range(400)
     ]
-    for name, records in {"pairs": pairs, "chats": chats}.items():
+    preferences = [
+        {"prompt": f"# {number} = ", "chosen": spelled(number), "rejected": str(number)} for number in range(400)
+    ]
+    for name, records in {"pairs": pairs, "chats": chats, "preferences": preferences}.items():
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    print(f"{folder}: dense, experts, pairs.jsonl, chats.jsonl")
+    print(f"{folder}: dense, experts, pairs.jsonl, chats.jsonl, preferences.jsonl")
 
 
 if __name__ == "__main__":
