@@ -218,7 +218,7 @@ class _Open:
 
     def codecs(self) -> dict[str, tuple[str, ...]]:
         """The codecs to choose from; links within a machine that are not shaped lose nothing."""
-        is_measured = any(path.rate for path in self.cluster.paths)
+        is_measured = isinstance(self.config.hosts, list) or any(path.rate for path in self.cluster.paths)
         is_loopback = not is_measured and not link_speeds(self.config).is_shaped
         return {direction: names[:1] if is_loopback else names for direction, names in _codecs(self.given).items()}
 
