@@ -6,7 +6,8 @@ Nothing is run, and any computer will do: a recipe is planned as it is before it
 calculated, not measured. A card computes `USED` of the dense bf16 rate that its maker publishes (NVIDIA's whitepapers
 of GA102 and of the Ada architecture: twice the rate of fp32), a backward takes twice the time of a forward, or with
 adapters as long as a forward, since frozen weights have no gradients. Coding and decoding take no time, that of 4 bits
-neither. One GiB of each card is left for CUDA's context and fragments, and a plan takes 90 % of the rest. Shapes are those of the models' config.json.
+neither. One GiB of each card is left for CUDA's context and fragments, and a plan takes 90 % of the rest. Shapes are
+those of the models' config.json.
 """
 
 import argparse
