@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,44 @@ def test_each_worker_has_a_host_where_it_is_started_again_and_all_are_removed_on
     assert "SIGKILL" in stdout
     assert not any(map(is_alive, stages))
     assert namespaces_of(training.pid) == []
+
+
+def received_nbytes(launcher: int, stage: int) -> int:
+    """By the interfaces of a stage's host."""
+    (name,) = (name for name in namespaces_of(launcher) if name.endswith(f"host{stage}"))
+    inside = ["nsenter", f"--net={NAMESPACES / name}", "cat", "/proc/self/net/dev"]
+    lines = subprocess.run(inside, check=True, capture_output=True, text=True).stdout.splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[0]) for line in lines if not line.strip().startswith("lo:"))
+
+
+@pytest.mark.ci
+def test_no_gradient_reaches_a_host_below_all_adapters_by_the_counters_of_its_interface(start, tmp_path):
+    num_rows, seq_len, width = 8, 256, 64
+    config = tiny(
+        model={"num_layers": 4, "hidden_size": width, "max_seq_len": seq_len},
+        data={"seq_len": seq_len},
+        adapter={"rank": 4, "layers": [2, 3]},
+        training={"steps": 1_000_000, "global_batch": num_rows, "micro_batch": 2},
+        pipeline={"stages": 4, "balance": "counted"},
+        wire={"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
+    )
+    launcher = start({**config, "emulate": {"rate": "200mbit"}, "hosts": "namespaces"})
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+
+    def steps() -> int:
+        assert launcher.poll() is None, launcher.communicate()
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def counted(least: int) -> tuple[int, list[int]]:
+        wait_until(lambda: steps() >= least, 150, f"step {least}")
+        return steps(), [received_nbytes(launcher.pid, stage) for stage in range(4)]
+
+    (first, before), (last, after) = counted(2), counted(12)
+    of_cut = num_rows * seq_len * width * 4 * (last - first)
+    tensors = [(end - begin) / of_cut for begin, end in zip(before, after, strict=True)]
+    # activations from the stage before, gradients only from the last; a step may be under way at either count
+    assert [round(each) for each in tensors] == [0, 1, 2, 1], tensors
+    assert tensors[0] < 0.2, tensors
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.acceptance), signal.SIGTERM])
