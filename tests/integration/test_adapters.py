@@ -216,9 +216,14 @@ EVERY_KIND = pytest.mark.parametrize("kind", ["lora", pytest.param("qlora", mark
     [
         ("lora", RECOMPUTED),
         ("qlora", RECOMPUTED),
-        ("lora", {"pipeline": {"stages": 2}, "memory": {"offload": ["weights", "m", "gradients", "residual"]}}),
-        ("qlora", {"pipeline": {"stages": 2}, "memory": {"offload": ["m", "gradients", "residual"]}}),
-        ("lora", {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}}),
+        *(
+            pytest.param(kind, sections, marks=pytest.mark.acceptance)
+            for kind, sections in (
+                ("lora", {"pipeline": {"stages": 2}, "memory": {"offload": ["weights", "m", "gradients", "residual"]}}),
+                ("qlora", {"pipeline": {"stages": 2}, "memory": {"offload": ["m", "gradients", "residual"]}}),
+                ("lora", {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}}),
+            )
+        ),
     ],
     ids=["zero-bubble", "qlora-zero-bubble", "offload", "qlora-offload", "interleaved"],
 )

@@ -93,7 +93,7 @@ def scales(run: Run) -> list[tuple[float, bool]]:
     return [(row["loss_scale"], row["skipped"]) for row in run.metrics]
 
 
-@pytest.mark.parametrize("initial", [2.0**40, SCALING["initial"]])
+@pytest.mark.parametrize("initial", [pytest.param(2.0**40, marks=pytest.mark.acceptance), SCALING["initial"]])
 def test_losses_scales_and_skipped_steps_are_those_of_grad_scaler(folder, initial, monkeypatch):
     made = config(training={"loss_scale": SCALING | {"initial": initial}, "steps": STEPS})
     run = train(folder / f"beside_{initial:g}", made)
@@ -112,14 +112,17 @@ def test_overflow_is_no_alarm(calm):
     assert all(torch.isfinite(tensor).all() for tensor in calm.snapshot().values())
 
 
-@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.acceptance), 4])
 def test_bits_do_not_depend_on_the_cut(folder, calm, stages):
     run = train(folder / f"stages_{stages}", config(pipeline={"stages": stages, "schedule": "gpipe"}))
     assert (run.losses, scales(run)) == (calm.losses, scales(calm))
     assert [name for name, each in run.weights.items() if not torch.equal(each, calm.weights[name])] == []
 
 
-@pytest.mark.parametrize("fault", ["kill@backward:stage=1:step=5", "kill@prepared:stage=0:step=6"])
+@pytest.mark.parametrize(
+    "fault",
+    ["kill@backward:stage=1:step=5", pytest.param("kill@prepared:stage=0:step=6", marks=pytest.mark.acceptance)],
+)
 def test_killed_stage_goes_on_with_the_scale_of_its_step(folder, calm, monkeypatch, fault):
     place = folder / fault.replace(":", "_")
     (place / "faults").mkdir(parents=True)
@@ -131,6 +134,7 @@ def test_killed_stage_goes_on_with_the_scale_of_its_step(folder, calm, monkeypat
     assert scales(run) == scales(calm)
 
 
+@pytest.mark.acceptance
 def test_resumed_run_goes_on_with_the_scale_of_its_checkpoint(folder, calm):
     train(folder / "resumed", config(training={"steps": 6}))
     run = train(folder / "resumed", config(), "--resume", *overrides(f"training.steps={STEPS}"))
@@ -141,11 +145,11 @@ def test_resumed_run_goes_on_with_the_scale_of_its_checkpoint(folder, calm):
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({"pipeline": {"replicas": 2}}, id="replicas"),
         pytest.param({"wire": {"activations": "wf:bits=4", "gradients": "eden:bits=3"}}, id="codecs"),
         *(
             pytest.param(sections, id=name, marks=pytest.mark.acceptance)
             for name, sections in {
+                "replicas": {"pipeline": {"replicas": 2}},
                 "agoq": {"memory": {"activations": "agoq", "gradients": "fp8"}},
                 "offload": {"memory": {"offload": ["weights", "master", "gradients"], "recompute": "block"}},
                 "adapter": {"adapter": {"rank": 4}, "training": {"lr": 1e-2}},

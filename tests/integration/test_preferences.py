@@ -150,8 +150,13 @@ def calm(tmp_path_factory) -> Run:
             "pipeline": {"stages": 4, "schedule": "zero-bubble"},
             "memory": {"recompute": ["none", "norm", "att", "block"]},
         },
-        {"pipeline": {"stages": 2}, "memory": {"offload": ["weights", "m", "gradients", "residual"]}},
-        {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}},
+        *(
+            pytest.param({"pipeline": {"stages": 2, **pipeline}, "memory": memory}, marks=pytest.mark.acceptance)
+            for pipeline, memory in (
+                ({}, {"offload": ["weights", "m", "gradients", "residual"]}),
+                ({"schedule": "interleaved", "chunks": 2}, {}),
+            )
+        ),
     ],
     ids=["zero-bubble", "offload", "interleaved"],
 )
@@ -163,7 +168,9 @@ LOSSY = {"activations": "wf:bits=4", "gradients": "eden:bits=3"}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("fault", ["kill@backward:stage=1:step=2", "kill@forward:stage=0:step=2"])
+@pytest.mark.parametrize(
+    "fault", ["kill@backward:stage=1:step=2", pytest.param("kill@forward:stage=0:step=2", marks=pytest.mark.acceptance)]
+)
 def test_lost_stage_returns_with_the_same_bits_lossy_codecs_included(tmp_path, fault):
     sections = {"pipeline": {"stages": 2}, "training": {"steps": 4, "eval_every": 3}, "wire": LOSSY}
     undisturbed = train(tmp_path / "undisturbed", here(tmp_path / "undisturbed", **sections))
@@ -181,7 +188,7 @@ def test_lost_stage_returns_with_the_same_bits_lossy_codecs_included(tmp_path, f
         assert [row.get(key) for row in run.metrics] == [row.get(key) for row in undisturbed.metrics]
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_replicas_share_the_pairs_and_chunks_of_the_loss_change_its_last_bits_only(tmp_path, calm):
     config = here(
         tmp_path,

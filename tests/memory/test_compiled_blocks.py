@@ -22,7 +22,7 @@ def compiled(spec, blocks: BlockRange, *, bf16: bool):
 
 
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.acceptance)])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.acceptance)])
 def test_blocks_are_compiled_once_before_they_are_used_and_compute_what_they_did(family, bf16):
     spec, blocks = make_spec(family, num_layers=5), BlockRange(1, 4, 5)
     plain = gradients(make_slice(spec, blocks=blocks), bf16=bf16)
