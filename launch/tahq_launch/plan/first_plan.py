@@ -208,8 +208,9 @@ class _Open:
         """Whether codecs other than `raw` were not timed, and a plan would use one if it took no time."""
         if not all(map(_is_raw, (codec for host in self.cluster.hosts for codec in host.codecs))):
             return False
-        if not any(len(codecs) > 1 for codecs in self.codecs().values()):
-            return not all(map(_is_raw, self.config.wire.specs().values()))
+        codecs = self.codecs().values()
+        if not any(len(names) > 1 for names in codecs):
+            return not all(_is_raw(name) for names in codecs for name in names)
         try:
             best = self.planned()[1].slowest.plan
         except NothingFitsError:
