@@ -147,12 +147,18 @@ def resources_of(step: StepRecord) -> list[Resource]:
     backward_s = [stage.split.backward_s / units for stage in stages]
     crossing_s: dict[tuple[int, int, Traffic], float] = defaultdict(float)
     crossing_s.update({(flow.sender, flow.receiver, flow.traffic): flow.each_s for flow in flows})
+    firsts = list[int]()  # of the pipeline, by stage; replicas send each other no activations
+    for s in range(len(stages)):
+        firsts.append(firsts[-1] if (s - 1, s, "activations") in crossing_s else s)
     there_s = [forward_s[s] + crossing_s[s, s + 1, "activations"] for s in range(len(stages))]
     back_s = [backward_s[s] + crossing_s[s + 1, s, "gradients"] for s in range(len(stages))]
     # until the first micro-batch is at a stage, and from the end of its last backward to the last one of all
-    before_s, after_s = ([sum(parts[:s]) for s in range(len(stages))] for parts in (there_s, back_s))
-    # from the first stage's last activation on the wire to the end: all the way there and back
-    beyond_s = sum(there_s[1:-1]) + forward_s[-1] + backward_s[-1] + after_s[-1]
+    before_s, after_s = ([sum(parts[firsts[s] : s]) for s in range(len(stages))] for parts in (there_s, back_s))
+
+    def beyond_s(first: int) -> float:
+        """From a first stage's last activation on the wire to the end: all the way there and back."""
+        last = max(s for s in range(len(stages)) if firsts[s] == first)
+        return sum(there_s[first + 1 : last]) + forward_s[last] + backward_s[last] + after_s[last]
 
     def stage_resource(kind: Kind, stage: int, what: str, busy_s: float) -> Resource:
         return Resource(kind, f"stage {stage}'s {what}", busy_s, before_s[stage] + busy_s + after_s[stage])
@@ -168,7 +174,7 @@ def resources_of(step: StepRecord) -> list[Resource]:
         sent = sorted((flow for flow in flows if flow.sender == number), key=lambda flow: -flow.wire_s)
         if sent:
             gradients_s = sum(flow.each_s for flow in sent if flow.traffic == "gradients")
-            drain_s = after_s[number] - gradients_s if number else beyond_s
+            drain_s = beyond_s(number) if firsts[number] == number else after_s[number] - gradients_s
             uplinks.append(_uplink(number, sent, before_s[number] + forward_s[number], drain_s))
     commit_s = min(stage.split.commit_s for stage in stages)
     coordinator = Resource("coordinator", "the round trip to the coordinator", commit_s, commit_s)
