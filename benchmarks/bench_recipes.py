@@ -2,12 +2,12 @@
 
     python benchmarks/bench_recipes.py [--output benchmarks/results/recipes_<yyyymm>.md]
 
-Nothing is run, and any computer will do: a recipe is planned as it is before its first step, with figures that are
-calculated, not measured. A card computes `USED` of the dense bf16 rate that its maker publishes (NVIDIA's whitepapers
-of GA102 and of the Ada architecture: twice the rate of fp32), a backward takes twice the time of a forward, or with
-adapters as long as a forward, since frozen weights have no gradients. Coding and decoding take no time, that of 4 bits
-neither. One GiB of each card is left for CUDA's context and fragments, and a plan takes 90 % of the rest. Shapes are
-those of the models' config.json.
+No GPU is needed: each recipe is planned as before its first step, with calculated instead of measured figures. A card
+computes `USED` of the dense bf16 rate that its maker publishes (NVIDIA's whitepapers of GA102 and of the Ada
+architecture: twice the rate of fp32), a backward takes twice the time of a forward, or with adapters as long as a
+forward, since frozen weights have no gradients. Coding and decoding take no time, that of 4 bits neither. One GiB of
+each card is left for CUDA's context and fragments, and a plan takes 90 % of the rest. Shapes are those of the models'
+config.json.
 """
 
 import argparse

@@ -31,7 +31,6 @@ from tahq.units import WRITTEN_BY_HAND
 from tahq_launch.command_line import announce
 from tahq_launch.plan.measure import measured, write_numbers
 from tahq_launch.plan.numbers import check_names, estimated_numbers, read_numbers, stage_device
-from tahq_launch.plan.step_traffic import link_speeds
 from tahq_launch.start.launcher import ORDERLY
 from tahq_launch.start.prepared_run import StartRequest, stages_by_hand
 
@@ -215,13 +214,16 @@ def _measured(
     return cluster, address
 
 
-def completed(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool) -> ClusterNumbers:
-    """The figures with a share of the memory left free, and, on this machine, with the configured links."""
+def completed(
+    config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool, is_loopback: bool
+) -> ClusterNumbers:
+    """The figures with a share of the memory left free, and, on this machine, with the configured links; `is_loopback`:
+    with those that are not shaped."""
     cluster = with_share(cluster, MEMORY_SHARE)
     if has_paths:
         return cluster
     configured, _ = estimated_numbers(config, spec)
-    links = {} if link_speeds(config).is_shaped else dict.fromkeys(("up", "down"), _LOOPBACK_BITS_PER_S)
+    links = dict.fromkeys(("up", "down"), _LOOPBACK_BITS_PER_S) if is_loopback else {}
     # stages of one machine are equal, whatever their measurements met
     alike = {} if config.emulate.sleep else {"compute": _of_one_machine([host.compute for host in cluster.hosts])}
     merged = [

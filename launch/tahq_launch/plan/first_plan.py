@@ -138,10 +138,13 @@ def first_plan(
     # invited machines get the stage that the plan gives their key
     keeps_order = start.keeps_order or (by_hand and not start.joined)
     may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
+    has_paths = measures_paths(config, by_hand)
+    is_loopback = not has_paths and not link_speeds(config).is_shaped
 
     def left_open(measured: ClusterNumbers) -> _Open:
-        cluster = completed(config, spec, measured, has_paths=measures_paths(config, by_hand))
-        return _Open(given, one_replica(config), spec, slowest_replica(config, cluster), cluster, may_reorder)
+        cluster = completed(config, spec, measured, has_paths=has_paths, is_loopback=is_loopback)
+        slowest = slowest_replica(config, cluster)
+        return _Open(given, one_replica(config), spec, slowest, cluster, may_reorder, is_loopback)
 
     def needs_codecs(measured: ClusterNumbers) -> bool:
         return left_open(measured).needs_codecs()
@@ -195,7 +198,10 @@ def _codecs(given: ClusterConfig) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What is planned: `config` is `given` resolved; `cluster` has the figures of one replica, `figures` of all."""
+    """What is planned: `config` is `given` resolved; `cluster` has the figures of one replica, `figures` of all.
+
+    `is_loopback`: the links are within this machine, and not shaped.
+    """
 
     given: ClusterConfig
     config: ClusterConfig
@@ -203,6 +209,7 @@ class _Open:
     cluster: ClusterNumbers
     figures: ClusterNumbers
     may_reorder: bool
+    is_loopback: bool
 
     def needs_codecs(self) -> bool:
         """Whether codecs other than `raw` were not timed, and a plan would use one if it took no time."""
@@ -218,10 +225,9 @@ class _Open:
         return not all(map(_is_raw, (*best.activations, *best.gradients)))
 
     def codecs(self) -> dict[str, tuple[str, ...]]:
-        """The codecs to choose from; links within a machine that are not shaped lose nothing."""
-        is_measured = isinstance(self.config.hosts, list) or any(path.rate for path in self.cluster.paths)
-        is_loopback = not is_measured and not link_speeds(self.config).is_shaped
-        return {direction: names[:1] if is_loopback else names for direction, names in _codecs(self.given).items()}
+        """The codecs to choose from; within a machine only the most faithful."""
+        last = 1 if self.is_loopback else None
+        return {direction: names[:last] for direction, names in _codecs(self.given).items()}
 
     def problem(self, gradients: Gradients) -> PlanProblem:
         """What the planner is asked, with gradients kept so."""

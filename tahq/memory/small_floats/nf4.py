@@ -5,7 +5,8 @@
 The values are quantiles of a normal distribution, scaled to [−1, 1], with an exact 0. Scales less their mean are coded
 in 8 bits in groups of 256, in the dynamic tree map (`adam/blockwise8.py`). A byte has two codes, the first in its upper
 half. All this is bitsandbytes' nf4 with double quantisation, in codes, layout and decoded values, but for the last bit
-of the mean, which is summed in fp64 here, so that it is the same on every device.
+of the mean, which is summed in fp64 here, so that it is the same on every device. A scale between two codes may then
+get the other one.
 
 Every other operation is correctly rounded by IEEE 754: codes and decoded values are bit-equal on all devices, and so
 are the kernels' on CUDA (`nf4_kernels.py`).
