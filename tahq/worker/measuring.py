@@ -143,10 +143,7 @@ class MeasuringMember:
             self._working(f"{activity} ({begun}/{len(sizes) + len(order.codecs)})")
 
         measurement = ComputeMeasurement(
-            self._config,
-            self._stage % self._config.pipeline.stages,
-            self._device,
-            working,
+            self._config, self._stage % self._config.pipeline.stages, self._device, working
         )
         began_s = time.monotonic()
         for size in sizes:
@@ -332,13 +329,7 @@ class ComputeMeasurement:
     `working` is called with the part that is being timed. Under `emulate.sleep` the stage's own time counts: it is set.
     """
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        stage: int,
-        device: torch.device,
-        working: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: ClusterConfig, stage: int, device: torch.device, working: Callable[[str], None]) -> None:
         # compiling for each size would take longer than all the rest
         training = config.training.model_copy(update={"compile": False})
         self._config = config = config.model_copy(update={"training": training})

@@ -217,8 +217,7 @@ def _measured(
 def completed(
     config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, *, has_paths: bool, is_loopback: bool
 ) -> ClusterNumbers:
-    """The figures with a share of the memory left free, and, on this machine, with the configured links; `is_loopback`:
-    with those that are not shaped."""
+    """The figures with a share of the memory left free, and, on this machine, with its links."""
     cluster = with_share(cluster, MEMORY_SHARE)
     if has_paths:
         return cluster
