@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
@@ -329,7 +329,7 @@ def fastest(attempt: Callable[[], Figure], num_attempts: int) -> Figure:
     figures: list[Figure] = []
     while not figures or (len(figures) < num_attempts and figures[-1].is_too_slow):
         figures.append(attempt())
-    return max(figures, key=lambda figure: figure.speed)
+    return replace(max(figures, key=lambda figure: figure.speed), num_attempts=len(figures))
 
 
 def _bits_per_s(num_bytes: int, duration_s: float) -> float:

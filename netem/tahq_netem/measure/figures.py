@@ -39,6 +39,8 @@ class Figure:
     low: float | None = None
     high: float | None = None
     num_samples: int = 1
+    num_attempts: int = 1
+    """More than one: the machine was busy, and the fastest counts."""
 
     @property
     def is_too_slow(self) -> bool:
