@@ -91,7 +91,7 @@ def said(tmp_path: Path, server: HubServer, program: str, *arguments: str, **cha
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_validation_set_on_the_hub_is_its_split_validation_at_the_commit_of_the_start(tmp_path, hub):
     out = said(tmp_path, hub, VALIDATED, json.dumps({"far": "owner/named", "own": 0.0, "here": "named/test.jsonl"}))
     assert out == (

@@ -48,6 +48,7 @@ def due(step_times_s: list[float], every_s: float) -> list[int]:
     return steps
 
 
+@pytest.mark.acceptance
 def test_default_interval_gives_a_short_run_only_its_last_checkpoint(default):
     assert "checkpoint_every: 600s" in (default.folder / "config.yaml").read_text()
     assert announced(default) == [NUM_STEPS]

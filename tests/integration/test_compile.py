@@ -11,6 +11,7 @@ def config(stages: int, **training) -> dict:
     return tiny(pipeline={"stages": stages, "schedule": "auto"}, training={"compile": True, **training})
 
 
+@pytest.mark.acceptance
 def test_compiled_run_has_the_bits_of_other_cuts_and_of_a_resumed_one(tmp_path):
     alone = train(tmp_path / "alone", config(1))
     divided = train(tmp_path / "divided", config(2, steps=2))

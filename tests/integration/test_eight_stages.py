@@ -7,7 +7,7 @@ from support.cluster_files import EXAMPLES
 from support.runs import Run, finish
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_example_with_eight_stages_learns(tmp_path):
     shutil.copy(EXAMPLES / "eight_stages.yaml", tmp_path)
     done = finish(tmp_path, "tahq-launch", "eight_stages.yaml")

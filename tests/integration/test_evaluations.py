@@ -70,7 +70,13 @@ def written(run):
 
 
 @pytest.mark.parametrize(
-    "pipeline", [{"stages": 4}, {"stages": 1}, {"stages": 2, "chunks": 2, "schedule": "interleaved"}], ids=str
+    "pipeline",
+    [
+        {"stages": 4},
+        pytest.param({"stages": 1}, marks=pytest.mark.acceptance),
+        pytest.param({"stages": 2, "chunks": 2, "schedule": "interleaved"}, marks=pytest.mark.acceptance),
+    ],
+    ids=str,
 )
 def test_samples_are_those_of_the_exported_model_and_change_no_bit(tmp_path, pipeline):
     training = {"steps": 4, "eval_every": 4, "eval_batches": 1, "lr": 1e-2}
@@ -111,7 +117,11 @@ def test_packed_validation_sets_and_samples_do_not_depend_on_the_cut_with_frozen
 
 
 @pytest.mark.parametrize(
-    "wire", [{"activations": "aqsgd", "gradients": "tah"}, {"activations": "wf:bits=4", "gradients": "eden:bits=3"}]
+    "wire",
+    [
+        {"activations": "aqsgd", "gradients": "tah"},
+        pytest.param({"activations": "wf:bits=4", "gradients": "eden:bits=3"}, marks=pytest.mark.acceptance),
+    ],
 )
 def test_samples_leave_what_codecs_remember_and_draw_as_it_is(tmp_path, wire):
     training = {"steps": 4}
@@ -121,7 +131,7 @@ def test_samples_leave_what_codecs_remember_and_draw_as_it_is(tmp_path, wire):
     assert [len(samples) for _, samples in written(run)] == [2, 2]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.acceptance) for stage in (0, 1)), 2])
 def test_stage_lost_while_samples_are_written_comes_back_and_nothing_differs(tmp_path, monkeypatch, stage):
     config = tiny(
         run={"checkpoint_every": 3, "peer_timeout": "10s"},

@@ -70,8 +70,8 @@ def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path, sched
     assert_equal_to_the_bit(launch(tmp_path, config), plain(tiny(model=llama)))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("family", ["olmo2", pytest.param("gemma2", marks=pytest.mark.acceptance)])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
 def test_blocks_of_other_layers_are_recomputed_and_offloaded_to_the_bit(tmp_path, family):
     model = {"family": family, "num_kv_heads": 1, "intermediate_size": 96}
     memory = {"recompute": ["none", "block"], "offload": ["residual", "weights", "m"], "loss_chunks": 1}
@@ -91,7 +91,7 @@ EXPERTS_MODEL = {
     "options",
     [
         pytest.param({"pipeline": {"stages": 1}}, marks=pytest.mark.acceptance),
-        pytest.param({"pipeline": {"stages": 4, "schedule": "zero-bubble"}}, marks=pytest.mark.ci),
+        pytest.param({"pipeline": {"stages": 4, "schedule": "zero-bubble"}}, marks=pytest.mark.acceptance),
         pytest.param(
             {
                 "pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2},
@@ -238,7 +238,10 @@ def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp
     ("family", "pipeline", "memory"),
     [
         ("gpt2", {"stages": 2, "schedule": "zero-bubble"}, {}),
-        ("llama", {"stages": 4, "schedule": "1f1b"}, {"recompute": ["none", "norm", "qkv", "block"]}),
+        pytest.param(
+            *("llama", {"stages": 4, "schedule": "1f1b"}, {"recompute": ["none", "norm", "qkv", "block"]}),
+            marks=pytest.mark.acceptance,
+        ),
     ],
     ids=["gpt2, split backward", "llama, recomputed"],
 )
@@ -253,7 +256,10 @@ AGOQ = {"activations": {"kind": "agoq", "bits": 4}, "gradients": "fp8"}
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "pipeline"),
-    [("gpt2", {"stages": 2, "schedule": "zero-bubble"}), ("qwen3", {"stages": 3, "schedule": "1f1b"})],
+    [
+        pytest.param("gpt2", {"stages": 2, "schedule": "zero-bubble"}, marks=pytest.mark.acceptance),
+        ("qwen3", {"stages": 3, "schedule": "1f1b"}),
+    ],
     ids=str,
 )
 def test_stored_activations_and_gradients_give_the_plain_loop(tmp_path, family, pipeline):

@@ -70,6 +70,7 @@ def test_each_step_uses_the_recorded_codec(forced):
     assert "after step 1: link 0, activations: wf:bits=4" in log
 
 
+@pytest.mark.acceptance
 def test_resumed_run_keeps_its_current_codecs(forced, tmp_path):
     """Stopped between a change's decision and its first step; resumed without the record."""
     shutil.copy(forced.folder / "metrics.jsonl", tmp_path / "metrics.jsonl")

@@ -103,7 +103,7 @@ def test_cuts_and_schedules_give_the_plain_loop_with_frozen_layers(tmp_path, exp
     ("frozen_layers", "sections"),
     [
         (4, {"wire": LOSSY, "pipeline": {"schedule": "zero-bubble"}}),
-        (8, {"wire": LOSSY}),
+        pytest.param(8, {"wire": LOSSY}, marks=pytest.mark.acceptance),
         (5, {"memory": {"recompute": "block", "offload": ["m", "v", "weights"]}}),
         (
             3,
@@ -126,7 +126,12 @@ def test_frozen_layers_give_the_plain_loop_with(tmp_path, frozen_layers, section
 
 
 @pytest.mark.parametrize(
-    "fault", ["kill@forward:stage=0:step=4", "kill@backward:stage=2:step=4", "kill@prepared:stage=1:step=5"]
+    "fault",
+    [
+        pytest.param("kill@forward:stage=0:step=4", marks=pytest.mark.acceptance),
+        "kill@backward:stage=2:step=4",
+        pytest.param("kill@prepared:stage=1:step=5", marks=pytest.mark.acceptance),
+    ],
 )
 def test_killed_workers_of_frozen_and_of_trained_stages_return_exactly(tmp_path, monkeypatch, fault):
     given = config(wire=LOSSY, run={"checkpoint_every": 3}, training={"steps": 6})
@@ -140,6 +145,7 @@ def test_killed_workers_of_frozen_and_of_trained_stages_return_exactly(tmp_path,
     assert links_with_gradients(run) == {2}
 
 
+@pytest.mark.acceptance
 def test_resumed_run_continues_exactly_and_keeps_its_frozen_layers(tmp_path):
     given = config(wire=LOSSY, training={"steps": 6})
     calm = train(tmp_path / "calm", given)

@@ -32,6 +32,7 @@ def assert_same_numbers(run, over_zmq):
     assert [row["grad_norm"] for row in run.metrics] == [row["grad_norm"] for row in over_zmq.metrics]
 
 
+@pytest.mark.acceptance
 def test_run_over_gloo_learns_the_same_as_over_zmq(tmp_path, over_zmq):
     run = train(tmp_path, {**THREE, "links": {"inside": "gloo"}})
     assert_same_numbers(run, over_zmq)

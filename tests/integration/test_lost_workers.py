@@ -62,10 +62,8 @@ def test_full_disk_for_sent_frames_sends_all_stages_back(tmp_path, calm, monkeyp
     assert "all stages go back to step 3" in stdout
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["kill@backward:stage=1:step=4", pytest.param("kill@prepared:stage=0:step=5", marks=pytest.mark.acceptance)],
-)
+@pytest.mark.acceptance
+@pytest.mark.parametrize("fault", ["kill@backward:stage=1:step=4", "kill@prepared:stage=0:step=5"])
 def test_lost_worker_of_a_gloo_group_sends_all_stages_back(tmp_path, calm, monkeypatch, fault):
     """The replacement is killed, too, while it makes its links."""
     stage = fault.split(":")[1]

@@ -113,7 +113,8 @@ def test_nan_is_skipped_with_few_bits_in_memory(tmp_path, sections):
     assert_skipped_once(disturbed_run(tmp_path, changed(**sections)))
 
 
-@pytest.mark.parametrize("micro_batch", [0, pytest.param(1, marks=pytest.mark.acceptance)])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("micro_batch", [0, 1])
 def test_nan_is_skipped_in_the_gradient_that_a_subspace_is_made_of_and_in_a_later_one(tmp_path, micro_batch):
     assert_skipped_once(disturbed_run(tmp_path, changed(model=LLAMA, training=QGALORE), micro_batch))
 

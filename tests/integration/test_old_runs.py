@@ -25,7 +25,7 @@ def _arithmetic(snapshot: Path) -> list[dict[str, str]]:
     return [json.loads(safe_open(file, "pt").metadata()["tahq"])["arithmetic"] for file in files]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.acceptance), "llama"])
 def test_run_of_version_0_1_continues_to_the_bit(tmp_path, name):
     old = RUNS / name
     folder = tmp_path / "runs" / name

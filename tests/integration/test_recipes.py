@@ -14,7 +14,7 @@ from support.runs import environment, finish, overrides
 pytestmark = pytest.mark.ci
 
 RECIPES = [
-    pytest.param(path, id=path.stem, marks=[] if path.stem in ("qlora", "experts") else pytest.mark.acceptance)
+    pytest.param(path, id=path.stem, marks=[] if path.stem == "qlora" else pytest.mark.acceptance)
     for path in sorted((EXAMPLES / "recipes").glob("*.yaml"))
 ]
 STEPS = 4

@@ -105,6 +105,7 @@ def test_head_whose_loss_is_in_chunks_is_summed_whole(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.acceptance
 def test_run_goes_on_with_another_number_of_replicas(tmp_path):
     halfway = replicated(2, 2, training={"steps": 2})
     train(tmp_path, halfway)

@@ -94,7 +94,10 @@ def test_shares_give_the_bits_of_whole_states(tmp_path, optimizer, memory, insid
 @pytest.mark.parametrize(
     "sections",
     [
-        {"training": {"precision": "bf16", "eval_every": 2, "eval_batches": 2}, "model": {"dropout": 0.1}},
+        pytest.param(
+            {"training": {"precision": "bf16", "eval_every": 2, "eval_batches": 2}, "model": {"dropout": 0.1}},
+            marks=slow,
+        ),
         {"memory": {"recompute": "block", "offload": ["residual"]}, "links": {"inside": "gloo"}, "schedule": "1f1b"},
         pytest.param(
             {"schedule": "interleaved", "pipeline": {"chunks": 2}, "training": {"eval_every": 1, "eval_batches": 1}},
@@ -140,6 +143,7 @@ def test_slow_links_do_not_change_what_three_replicas_compute(tmp_path, sections
     assert [row["validation"] for row in slow_run.metrics] == [row["validation"] for row in run.metrics]
 
 
+@pytest.mark.acceptance
 def test_run_goes_on_with_shares_or_without_to_the_bit(tmp_path):
     whole = replicated(2, 1, all_reduce=FP32, training={"steps": 4, "lr_schedule": "constant"})
     calm = train(tmp_path / "calm", whole)
@@ -166,7 +170,7 @@ def test_run_goes_on_with_other_numbers_of_shares(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "memory"),
     [
-        ("kill@committing:stage=2:step=3", {}),
+        pytest.param("kill@committing:stage=2:step=3", {}, marks=slow),
         pytest.param("kill@backward:stage=1:step=4", {}, marks=slow),
         pytest.param("kill@snapshot:stage=0:step=4", {}, marks=slow),
         pytest.param("kill@committing:stage=1:step=5", {}, marks=slow),
@@ -176,7 +180,7 @@ def test_run_goes_on_with_other_numbers_of_shares(tmp_path):
         pytest.param("kill@forward:stage=0:step=4", ALL, marks=slow),
         pytest.param("kill@snapshot:stage=3:step=4", ALL, marks=slow),
         pytest.param("kill@snapshot:stage=2:step=6", ALL, marks=slow),
-        ("kill@snapshot:stage=1:step=6", ALL),
+        pytest.param("kill@snapshot:stage=1:step=6", ALL, marks=slow),
     ],
 )
 def test_killed_worker_loses_no_share(tmp_path, monkeypatch, fault, memory):

@@ -14,7 +14,8 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw8bit", marks=pytest.mark.acceptance), "fp8_adamw"])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "fp8_adamw"])
 def test_four_stages_resume_to_the_bit(tmp_path, optimizer):
     def config(steps: int) -> dict:
         return tiny(wire=WIRE, training={"steps": steps, **TRAINING[optimizer]})

@@ -38,7 +38,8 @@ def all_tensors(run: Run) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("cache", ["memory", pytest.param("file", marks=pytest.mark.acceptance)])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("cache", ["memory", "file"])
 def test_background_checkpoints_equal_those_that_training_waits_for(tmp_path, cache):
     runs = []
     for num_buffers in (0, 2):

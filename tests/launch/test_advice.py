@@ -194,6 +194,7 @@ def test_advice_names_the_change_with_the_largest_gain(first, tmp_path):
             assert f"would make steps {figures.share(found)} shorter" in sentence
 
 
+@pytest.mark.acceptance
 def test_resumed_run_takes_the_advice_and_finds_a_schedule_as_good(tmp_path):
     for seed in range(10):
         run = Run(seed)

@@ -270,7 +270,7 @@ def empty_host(sshd, tmp_path) -> dict:
 
 
 @needs_sshd
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_fix_makes_an_empty_host_ready(empty_host, tmp_path):
     make_model(tmp_path / "model", 2)
     (tmp_path / "text.txt").write_text("a b " * 10_000)
@@ -299,7 +299,7 @@ def test_fix_makes_an_empty_host_ready(empty_host, tmp_path):
     assert finish(tmp_path, "tahq", "keygen", "--show", "--out", str(key)).stdout == public
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_wheel_of_an_installation_is_the_wheel_that_was_installed(tmp_path):
     for name in ("built", "installed", "again"):
         (tmp_path / name).mkdir()

@@ -108,7 +108,10 @@ def test_choices_are_keys_and_read_back_equal(planned, tmp_path):
     "keys",
     [
         {"training": {"micro_batch": 2}, "pipeline": {"schedule": "1f1b", "in_flight": 3}},
-        {"wire": {"activations": "tah", "gradients": "fixed:bits=8"}, "links": {"first": "gradients"}},
+        pytest.param(
+            {"wire": {"activations": "tah", "gradients": "fixed:bits=8"}, "links": {"first": "gradients"}},
+            marks=pytest.mark.acceptance,
+        ),
         {"pipeline": {"stages": 4, "in_flight": [5, 4, 3, 2]}},
     ],
     ids=str,
@@ -139,7 +142,7 @@ def test_sizes_that_a_given_file_lacks_are_interpolated_and_said_to_be(training,
     assert any("interpolated" in line for line in found.lines) != known
 
 
-@pytest.mark.parametrize("stages", [{}, {"stages": 4}], ids=str)
+@pytest.mark.parametrize("stages", [{}, pytest.param({"stages": 4}, marks=pytest.mark.acceptance)], ids=str)
 def test_resumed_run_in_namespaces_keeps_the_hosts_that_the_plan_has_renamed(stages, planned):
     sleep = {"forward": ["60ms", "30ms", "900ms", "30ms"], "backward": ["120ms", "60ms", "1800ms", "60ms"]}
     network = {"hosts": {"host1": {"up": "5mbit"}, "host3": {"up": "20mbit"}}, "delay": "10ms", "rate": "100mbit"}
@@ -186,7 +189,12 @@ def test_single_stage_has_neither_layers_nor_a_schedule_to_choose(planned):
 
 @pytest.mark.parametrize(
     ("age_s", "text"),
-    [(59, "less than a minute ago"), (60, "1 minute ago"), (7200, "2 hours ago"), (200_000, "2 days ago")],
+    [
+        pytest.param(59, "less than a minute ago", marks=pytest.mark.acceptance),
+        pytest.param(60, "1 minute ago", marks=pytest.mark.acceptance),
+        (7200, "2 hours ago"),
+        pytest.param(200_000, "2 days ago", marks=pytest.mark.acceptance),
+    ],
 )
 def test_age_of_measurements_is_said(age_s, text, planned, tmp_path):
     planned(OPEN)
@@ -236,6 +244,7 @@ ADAPTERS = OPEN | FOUR_HOSTS | {"adapter": {"rank": 1, "targets": ["c_attn"]}}
 SLOW_PATHS = {(a["address"], b["address"]): 1e5 for a, b in permutations(FOUR_HOSTS["hosts"], 2)}
 
 
+@pytest.mark.acceptance
 def test_adapters_of_hosts_apart_get_replicas_which_a_resumed_run_keeps(planned):
     found = planned(ADAPTERS, speeds=(0.003,) * 4, rates=SLOW_PATHS)
     pipeline = found.config.pipeline
@@ -344,7 +353,9 @@ ON_GPUS = {
 }
 
 
-@pytest.mark.parametrize("has_link", [True, False], ids=["measured", "not measured"])
+@pytest.mark.parametrize(
+    "has_link", [pytest.param(True, marks=pytest.mark.acceptance), False], ids=["measured", "not measured"]
+)
 def test_gpus_offload_what_they_have_no_room_for(planned, has_link, monkeypatch):
     monkeypatch.setattr(estimate, "DECODED_AT_A_TIME", 1)  # of a model with parts that are smaller than a stage
     config = resolve_for_run(load_config_of(ON_GPUS | {"pipeline": {"in_flight": 1, "balance": "counted"}}))

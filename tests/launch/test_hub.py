@@ -77,6 +77,7 @@ def test_model_by_name_trains_as_from_its_folder_at_the_commit_of_the_start_and_
     assert hub.fetched == []
 
 
+@pytest.mark.acceptance
 def test_records_by_name_train_as_from_their_files_at_the_commit_of_the_start(tmp_path, hub):
     pairs = "".join(json.dumps({"prompt": f"{n} + 1 = ", "response": f"{n + 1}"}) + "\n" for n in range(40))
     hub.datasets["owner/sums"] = tmp_path / "sums"
@@ -141,9 +142,14 @@ def test_folder_that_is_missing_on_a_host_is_not_looked_for_on_the_hub():
             "owner/nothing",
             "is no folder here, and the Hub has no such model, or a private one, which needs `hf auth login`",
         ),
-        (f"{NAME}@other", "the Hub has no such revision of this model"),
-        ("owner/gated", "only to users who have accepted its licence there; then `hf auth login`"),
-        ("owner/pickled", "has no safetensors; pickled weights are never opened"),
+        *(
+            pytest.param(*each, marks=pytest.mark.acceptance)
+            for each in (
+                (f"{NAME}@other", "the Hub has no such revision of this model"),
+                ("owner/gated", "only to users who have accepted its licence there; then `hf auth login`"),
+                ("owner/pickled", "has no safetensors; pickled weights are never opened"),
+            )
+        ),
     ],
 )
 def test_what_the_hub_does_not_give_is_one_line(tmp_path, hub, model, part):

@@ -146,6 +146,7 @@ def checkpoint_files(run: Path) -> list[Path]:
     return sorted(run.glob("snapshots/step-00000002/*.safetensors"))
 
 
+@pytest.mark.acceptance
 @needs_sshd
 def test_checkpoint_is_exported_from_its_hosts_and_an_interrupted_pull_goes_on(pulled, tmp_path):
     assert checkpoint_files(pulled) == []
@@ -169,6 +170,7 @@ def test_checkpoint_is_exported_from_its_hosts_and_an_interrupted_pull_goes_on(p
     assert finish(tmp_path, "tahq", "export", "runs/tiny", "again").returncode == 0
 
 
+@pytest.mark.acceptance
 @needs_sshd
 def test_copy_on_another_host_replaces_a_lost_file_and_without_one_host_and_path_are_named(pulled, tmp_path, sshd):
     (kept,) = (tmp_path / "host1").rglob("stage-001-*")
@@ -265,6 +267,7 @@ def test_data_model_and_device_are_looked_for_on_their_host(over_ssh, tmp_path, 
     assert "cuda:99 is not" in table
 
 
+@pytest.mark.acceptance
 @needs_sshd
 @pytest.mark.netns
 @pytest.mark.parametrize("is_this_machine_a_host", [False, True])

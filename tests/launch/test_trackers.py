@@ -84,7 +84,7 @@ def test_every_tracker_has_the_figures_of_a_run(tmp_path, start, monkeypatch):
     assert samples["tahq_tokens"] == rows[step]["tokens"]
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_trackers_that_fail_are_left_out_with_one_warning_each(tmp_path, start, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

@@ -163,7 +163,9 @@ def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("level", get_args(Recompute))
-@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.acceptance) for family in ("gpt2", "qwen3"))]
+)
 @pytest.mark.parametrize("is_split", [pytest.param(False, marks=pytest.mark.acceptance), True], ids=["whole", "split"])
 def test_every_level_of_recomputation_has_the_same_bits(family, level, is_split):
     keys = {"level": level, "is_split": is_split, "dropout": 0.1 if family == "gpt2" else 0.0}
@@ -188,8 +190,13 @@ def test_nothing_is_read_or_overwritten_before_its_copy_is_waited_for(which, is_
     check_bits("llama", which, bf16=True, is_split=is_split, steps=2, memory=LateMemory)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("level", get_args(Recompute))
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=pytest.mark.ci if level in ("qkv", "block") else pytest.mark.acceptance)
+        for level in get_args(Recompute)
+    ],
+)
 def test_late_copies_give_the_same_bits_at_every_level(level, monkeypatch):
     monkeypatch.setattr(stored_gradients, "DECODED_AT_A_TIME", 5000)
     check_bits("gpt2", OPTIONS, level=level, bf16=True, memory=LateMemory)

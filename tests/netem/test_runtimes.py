@@ -40,13 +40,14 @@ def losses():
     return {}
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
     ("runtime", "schedule"),
     [
         ("tahq", "1f1b"),
-        pytest.param("torch", "1f1b", marks=pytest.mark.acceptance),
-        pytest.param("torch", "1f1b-runtime", marks=pytest.mark.acceptance),
-        pytest.param("bare", DEEP, marks=pytest.mark.acceptance),
+        ("torch", "1f1b"),
+        ("torch", "1f1b-runtime"),
+        ("bare", DEEP),
     ],
 )
 def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtime, schedule):

@@ -247,7 +247,7 @@ def test_congestion_controls_and_sweeps_are_kept_apart(rows):
     assert "## other: " in sweep_report([*rows, *(each | {"sweep": "other"} for each in others)])
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_profiles_are_apart_from_networks_without_delay_and_plots_are_beside_the_table(tmp_path):
     path = tmp_path / "results.jsonl"
     World().sweep(small(profiles=["cable"]), path)
