@@ -21,14 +21,14 @@ from tahq.comm.network_model import transmission_s
 from tahq.plan.problem import MemoryOption, PipelinePlan
 from tahq.plan.search.needs import Flags, StageCompute, StageHosts, StageNeeds, whole_quotient
 from tahq.plan.search.table import ClusterTable
-from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, step_bound
+from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, shared_devices, step_bound
 
 Depths = tuple[int, ...]
 Numbers = npt.NDArray[np.intp]
 """Of options."""
 
-MAX_ALL = 2_000
-"""Up to this many divisions, all are tried."""
+MAX_ALL, MAX_ALL_SHARED = 2_000, 20_000
+"""Up to this many divisions, all are tried; the second where stages share a GPU, which no division makes faster."""
 
 _NUM_LIMITS = 48
 _BISECTIONS = 30
@@ -47,6 +47,7 @@ class StageCosts:
     ) -> None:
         self.table, model = table, table.problem.model
         self.hosts = np.array(hosts)
+        self.devices = [table.devices[host] for host in hosts]
         self.micro_batch = micro_batch
         self.num_micro_batches = model.global_batch // micro_batch
         self.memory: Array = table.memory[self.hosts]
@@ -211,7 +212,7 @@ class StageCosts:
             depths=depths,
             relay_s=self.relay_s(layers),
             carries=self.carries(layers) if self.first_trainable else None,
-            devices=[self.table.devices[host] for host in self.hosts],
+            devices=self.devices,
         )
 
     def likely_s(self, layers: Array, depths: Array, *, split: bool) -> Array:
@@ -364,7 +365,8 @@ def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: boo
     Each stage has at least one layer. `split`: backwards may be split.
     """
     num_stages = len(stages.hosts)
-    every = math.comb(num_layers - 1, num_stages - 1) <= MAX_ALL
+    most = MAX_ALL_SHARED if shared_devices(stages.devices) else MAX_ALL
+    every = math.comb(num_layers - 1, num_stages - 1) <= most
     fill = _filled_in_order if stages.first_trainable else _filled
     layers = all_divisions(num_layers, num_stages) if every else fill(stages, num_layers)
     depths = stages.depth_limits(layers)
