@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from cut_training import BATCH, SEQ_LEN, CutTraining, Wire
+from codec_schedule import Wire
+from cut_training import BATCH, SEQ_LEN, CutTraining
 from harness import Table, main, say
 from torch.nn import functional as F
 from training_runs import ARGUMENTS
@@ -144,7 +145,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     say(f"loss {loss:.4f}")
     blocks = watched(training)
     batches = BatchSource(training.dataset, seed=1, global_batch=BATCH, micro_batch=BATCH)
-    training.backward(*batches.train(0).micro_batch(0), Wire(), 0, 0)
+    training.model.compute_gradients(batches.train(0), 0)
     errors: dict[tuple[str, int], list[float]] = defaultdict(list)
     for block in blocks:
         for bits in FORMATS:

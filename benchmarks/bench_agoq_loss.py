@@ -12,9 +12,11 @@ batch in one process. Runs are kept beside the result file; call the script agai
 import argparse
 from collections.abc import Iterator
 
+from codec_schedule import NONE
 from harness import Table, main
+from option_training import OPTIONS
 from stored_training import METHODS
-from training_runs import ARGUMENTS, METHOD, NONE, Difference, Losses, Run, picture, run_all
+from training_runs import ARGUMENTS, METHOD, Difference, Losses, Run, picture, run_all
 
 
 def plan(options: argparse.Namespace) -> Iterator[Run]:
@@ -50,7 +52,7 @@ def tables(options: argparse.Namespace, method: str = METHOD) -> Iterator[Table 
 
 
 STEPS = {
-    "--methods": {"nargs": "+", "choices": list(METHODS), "default": list(METHODS)},
+    "--methods": {"nargs": "+", "choices": list(OPTIONS), "default": list(METHODS)},
     "--steps": {"type": int, "default": 3000},
     "--model": {"nargs": 1, "default": ["llama"]},
 }

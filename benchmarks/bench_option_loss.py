@@ -3,7 +3,7 @@
     python benchmarks/bench_option_loss.py --tokenizer GPT2_FOLDER --text wikitext2-valid.txt wikitext2-test.txt stdlib
     python benchmarks/bench_option_loss.py --model tiny-llama --steps 30 --seeds 1  # on a CPU: that it works
 
-A Llama of 12 blocks of 768 as the only stage of a run, by the modules and optimizers of a worker. `bf16 products`: fp32
+A Llama of 12 blocks of 768 in four stages, by the modules and optimizers of a worker. `bf16 products`: fp32
 weights under autocast, which the other options change; `fp8`: `training.precision: fp8`, gradients of outputs in E4M3,
 or E5M2; `bf16 weights`: LLMQ's types, matrices, their gradients, moments and the residual stream in bf16, rounded
 stochastically after an update. Seeds come one after the other, so `--seeds 1` can be continued by `--seeds 2`: runs are

@@ -15,27 +15,21 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from codec_schedule import EXTRA_CODECS, NONE, bits_per_element
 from harness import Table, main
 from scipy.stats import t as student_t
-from training_runs import (
-    ARGUMENTS,
-    CURVE_STEP,
-    EXTRA_TRANSFERS,
-    METHOD,
-    NONE,
-    Losses,
-    Result,
-    Run,
-    Setting,
-    bits_per_element,
-    brief,
-    picture,
-    run_all,
-)
+from training_runs import ARGUMENTS, CURVE_STEP, METHOD, Losses, Result, Run, Setting, picture, run_all
+
+from tahq.quant import CodecSpec
 
 FIXED = "fixed:bits=8"
 MARKS = (100, 200, 300, 400)
 """Steps whose loss is shown, as the paper does."""
+
+
+def _brief(name: str) -> str:
+    """One text for all that mean the same codec, so that it is trained once."""
+    return name if name == NONE or name in EXTRA_CODECS else CodecSpec.parse(name).brief()
 
 
 class Experiment(NamedTuple):
@@ -50,7 +44,8 @@ class Experiment(NamedTuple):
 
     def settings(self, model: str) -> dict[str, Setting]:
         return {
-            name: (model, brief(activations), brief(gradients)) for name, (activations, gradients) in self.rows.items()
+            name: (model, _brief(activations), _brief(gradients))
+            for name, (activations, gradients) in self.rows.items()
         }
 
 
@@ -78,7 +73,7 @@ EXPERIMENTS = (
             "uncompressed gradients": ("tah", NONE),
             "TAH, all tiles of 4 bits": ("tah", "tah:low=4"),
             "fixed point, a scale for 64 channels": ("tah", "fixed:bits=4"),
-            **{name: ("tah", name) for name in EXTRA_TRANSFERS},
+            **{name: ("tah", name) for name in EXTRA_CODECS},
         },
     ),
     Experiment(
@@ -109,7 +104,7 @@ def residual_spread(results: Sequence[Result]) -> tuple[float, int]:
     """
     seeds: dict[int, list[float]] = {}
     for result in results:
-        if result.run.gradients not in EXTRA_TRANSFERS:
+        if result.run.gradients not in EXTRA_CODECS:
             seeds.setdefault(result.run.seed, []).append(result.loss)
     if len(seeds) < 2:
         return math.nan, 1
@@ -124,7 +119,7 @@ def rows(losses: Losses, experiment: Experiment, model: str, marks: Sequence[int
     against = settings[experiment.against]
     for name, setting in settings.items():
         gap, curve, difference = losses.gap(setting), losses.curve(setting), losses.difference(setting, against)
-        varied = setting[1] if setting[2] == brief(FIXED) else setting[2]
+        varied = setting[1] if setting[2] == _brief(FIXED) else setting[2]
         compared = [f"{difference.mean:+.4f}", f"{difference.half_width:.4f}"] if setting != against else ["", ""]
         steps = [f"{curve[mark // CURVE_STEP - 1]:.3f}" for mark in marks]
         gaps = [f"{gap.mean:+.4f}", f"{gap.half_width:.4f}"]

@@ -1,28 +1,39 @@
 """Training of one model cut in four, in one process, with codecs at the cuts.
 
-Model parts, batches and initial weights are tahq's own, so two runs with the same seed differ only in what happens at
-the cuts. bf16 autocast, AdamW, gradients clipped to norm 1, one micro-batch per step. The learning rate rises for 40
-steps and then falls linearly to zero: at a constant rate two runs of one setting and seed end as far apart as the
-codecs that are compared.
+The parts are those that workers build from a cluster.yaml, and so are loss, keys of codecs, clipping and updates: with
+one codec per direction, a run has the losses of `tahq-launch` with `CutTraining.config` (`tests/benchmarks/
+test_long_trainings.py`). bf16 autocast on CUDA, AdamW, one micro-batch per step. The learning rate rises for 40 steps
+and then falls linearly to zero: at a constant rate two runs of one setting and seed end as far apart as the codecs that
+are compared.
 
 Shapes: B samples per step, S tokens per sample, C channels of a boundary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn import functional
+from codec_schedule import Wire
+from option_training import OPTIONS
 
-from tahq.data.batches import BatchSource
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import autocast_dtype, with_memory_choices
+from tahq.coordinator.steps import clip_factor, global_norm
+from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.config import DataConfig
-from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.dataset import load_dataset, load_validation
 from tahq.data.tokenizer import load_tokenizer
+from tahq.memory.offload.host_part import filled_weight
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.model_spec import ModelSpec, load_spec
-from tahq.models.slice import ModelSlice, Parts, build_slice, fill_weights
-from tahq.randomness import derive_seed
+from tahq.models.slice import ModelSlice, fill_weights, sharing_copies_of
+from tahq.pipeline.cut_model import CodecPair, CutModel
+from tahq.pipeline.update import StageUpdate
+from tahq.worker.assembly import chunk_module, resolved_spec, use_repeatable_kernels
 
 BATCH, SEQ_LEN = 16, 512
 HELD_OUT_BATCHES = 16
@@ -51,114 +62,124 @@ MODELS = {
 }
 STAGES = 4
 
-Transfer = Callable[[torch.Tensor, int], torch.Tensor]
-"""(tensor [B, S, C], 64-bit key) to the tensor that the other side of the cut gets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What happens to activations and to their gradients at every cut; None: nothing."""
-
-    activations: Transfer | None = None
-    gradients: Transfer | None = None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, wire: Wire, keys: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
-        ctx.transfer, ctx.key = wire.gradients, keys[1]
-        return x.clone() if wire.activations is None else wire.activations(x, keys[0])
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):  # type: ignore[override]
-        return (gradient if ctx.transfer is None else ctx.transfer(gradient, ctx.key)), None, None
-
 
 class CutTraining:
-    """A model (a key of MODELS), its data and its initial weights, ready for any number of runs."""
+    """A model (`<a key of MODELS>`, or `.../<a key of OPTIONS>`) and its data, ready for any number of runs.
 
-    def __init__(self, model: str, data: DataConfig, device: torch.device) -> None:
-        self.name, tokenizer = model, load_tokenizer(data)
-        self.dataset: Dataset = load_dataset(data, tokenizer)
-        spec = load_spec(MODELS[model.partition("/")[0]], vocab_size=tokenizer.vocab_size, seq_len=data.seq_len)
-        self._device, self._is_cuda = device, device.type == "cuda"
-        self._spec: ModelSpec = spec
-        self.slices = self._build(spec)
-        named = {name: p for part in self.slices for name, p in part.canonical_parameters().items()}
-        self._named, self._parameters = named, list(named.values())
-        self._initial: dict[int, list[torch.Tensor]] = {}
+    Args:
+        model: its name.
+        data: token files, text or records.
+        device: of all stages.
+        changes: further keys of cluster.yaml, by section.
+    """
 
-    def run(self, wire: Wire, *, seed: int, steps: int) -> list[float]:
-        """Loss (nats per token) of every step."""
-        self._reset(seed)
+    def __init__(
+        self,
+        model: str,
+        data: DataConfig,
+        device: torch.device,
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.name, _, option = model.partition("/")
+        self._changes = [OPTIONS[option] if option else {}, changes or {}]
+        self._data, self._device = data, device
+        self.tokenizer = load_tokenizer(data)
+        self.dataset = load_dataset(data, self.tokenizer, BATCH)
+        self._sets = load_validation(data, self.dataset, self.tokenizer)
+        self.slices: list[ModelSlice] = []
+        self.steps_done = 0
+        """Of the last call of `run`."""
+        if device.type == "cuda":
+            use_repeatable_kernels(device)
+
+    def config(self, seed: int, steps: int) -> ClusterConfig:
+        """What a run is as a cluster.yaml, but for the codecs."""
+        sections: dict[str, dict[str, Any]] = {
+            "run": {"name": "bench", "seed": seed},
+            "model": MODELS[self.name].model_dump(exclude_unset=True),
+            "data": self._data.model_dump(exclude_unset=True),
+            "training": {
+                "steps": steps, "global_batch": BATCH, "micro_batch": BATCH, "lr": PEAK_LR, "lr_schedule": "linear",
+                "warmup_steps": min(WARM_UP, steps // 10), "clip_norm": CLIP_NORM, "weight_decay": WEIGHT_DECAY,
+            },
+            "pipeline": {"stages": STAGES},
+            "memory": {},
+        }  # fmt: skip
+        for changes in self._changes:
+            for section, keys in changes.items():
+                sections[section].update(keys)
+        return ClusterConfig.model_validate(sections)
+
+    def run(
+        self, wire: Wire, *, seed: int, steps: int, deadline_s: float | None = None, state: Path | None = None
+    ) -> list[float]:
+        """Loss (nats per token) of every step.
+
+        Past `deadline_s`, by `time.time()`, it stops and keeps what it has in the file `state`, from which the same
+        call goes on, to the bit; the steps done so far are then fewer than `steps`.
+        """
+        config = self._begin(seed, steps)
         batches = BatchSource(self.dataset, seed=seed, global_batch=BATCH, micro_batch=BATCH)
-        optimizer = self._optimizer()
-        losses = []
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = PEAK_LR * min((step + 1) / WARM_UP, (steps - step) / (steps - WARM_UP), 1.0)
-            tokens, labels = batches.train(step).micro_batch(0)
-            loss = self.backward(tokens, labels, wire, seed, step)
-            torch.nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM, foreach=self._is_cuda)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss)
-        return torch.stack(losses).tolist()
+        weights = self.model.weights
+        update = StageUpdate(
+            config.training, weights, self.model.is_decayed, steps, self.model.tied,
+            gradients=config.memory.gradients, seed=seed,
+        )  # fmt: skip
+        losses: list[float] = []
+        if state is not None and state.exists():
+            kept = torch.load(state, map_location="cpu")
+            update.load(kept["tensors"].__getitem__, set(kept["tensors"]))
+            losses = kept["losses"]
+        self.steps_done = 0
+        for step in range(len(losses), steps):
+            if deadline_s is not None and time.time() > deadline_s:
+                if state is not None:
+                    torch.save({"tensors": update.tensors(), "losses": losses}, state)
+                return losses
+            update.begin(step)
+            codecs = wire.codecs(step, steps, STAGES - 1)
+            with self._one_step():
+                losses.append(self.compute_gradients(batches.train(step), step, codecs))
+            norm = global_norm(update.squared_norms())
+            if norm < float("inf"):
+                update.apply(step, clip_factor(norm, CLIP_NORM))
+            else:
+                update.discard()
+            self.steps_done += 1
+        self._last = wire.codecs(steps, steps, STAGES - 1), steps
+        if state is not None:
+            state.unlink(missing_ok=True)
+        return losses
 
-    @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Mean loss of the last run's weights, without codecs, on data that is not trained on."""
-        batches = BatchSource(self.dataset, seed=0, global_batch=BATCH, micro_batch=BATCH)
-        losses = []
-        for index in range(HELD_OUT_BATCHES):
-            tokens, labels = batches.validation(index).micro_batch(0)
-            losses.append(self._loss(tokens, labels, Wire(), 0, 0))
-        return float(torch.stack(losses).mean())
+    def held_out_loss(self, *, with_codecs: bool = False, num_batches: int | None = None) -> float:
+        """Mean loss of the last run's weights on data that is not trained on, with its last codecs or without."""
+        batches = BatchSource(self.dataset, seed=0, global_batch=BATCH, micro_batch=BATCH, sets=self._sets)
+        codecs, step = self._last
+        codecs = codecs if with_codecs else [(None, None)] * len(codecs)
+        count = range(HELD_OUT_BATCHES if num_batches is None else num_batches)
+        return self.model.evaluate(map(batches.validation, count), step, codecs)
 
-    def _build(self, spec: ModelSpec) -> list[ModelSlice]:
-        size = spec.num_layers // STAGES
-        cuts = [range(stage * size, (stage + 1) * size) for stage in range(STAGES)]
-        return [
-            build_slice(
-                spec,
-                Parts(blocks, embedding=stage == 0, head=stage == STAGES - 1),
-                seed=0,
-                device=self._device,
-                random=RandomContext(0),
-                weights=False,
-            )
-            for stage, blocks in enumerate(cuts)
-        ]
-
-    @torch.no_grad()
-    def _reset(self, seed: int) -> None:
-        if seed not in self._initial:
-            fill_weights(self._spec, {name: p.data for name, p in self._named.items()}, seed)
-            self._initial[seed] = [parameter.detach().clone() for parameter in self._parameters]
-        for parameter, value in zip(self._parameters, self._initial[seed], strict=True):
-            parameter.copy_(value)
-            parameter.grad = None
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self._groups(), lr=PEAK_LR, betas=(0.9, 0.95), fused=self._is_cuda)
-
-    def _groups(self) -> list[dict[str, object]]:
-        matrices = [p for p in self._parameters if p.ndim >= 2]
-        others = [p for p in self._parameters if p.ndim < 2]
-        return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-
-    def backward(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
+    def compute_gradients(self, batch: StepBatch, step: int, codecs: Sequence[CodecPair]) -> float:
         """Leave the gradients of a step with the parameters; returns its loss."""
-        loss = self._loss(tokens, labels, wire, seed, step)
-        loss.backward()
-        return loss.detach()
+        return self.model.compute_gradients(batch, step, codecs)
 
-    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
-        x, labels = tokens.to(self._device), labels.to(self._device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._is_cuda):
-            for cut, part in enumerate(self.slices):
-                if cut:
-                    keys = (derive_seed(seed, step, cut, "forward"), derive_seed(seed, step, cut, "backward"))
-                    x = _Cut.apply(x, wire, keys)
-                x = part(x)
-        return functional.cross_entropy(x.flatten(0, 1).float(), labels.flatten())
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        for part in self.slices:
+            if part.graphs is not None:
+                part.graphs.begin()
+        with sharing_copies_of(self.slices):
+            yield
+
+    def _begin(self, seed: int, steps: int) -> ClusterConfig:
+        """A model with the initial weights of a seed; modules stay, so that nothing is compiled or recorded again."""
+        config = self.config(seed, steps)
+        spec = resolved_spec(config, self.tokenizer.vocab_size)
+        config = with_memory_choices(config, spec)
+        if not self.slices:
+            build = partial(chunk_module, config, spec, device=self._device, random=RandomContext(seed), weights=False)
+            self.slices = [build(stage) for stage in range(STAGES)]
+        dtype = autocast_dtype(config, self._device)
+        self.model = CutModel(self.slices, seed=seed, autocast=dtype)
+        fill_weights(spec, {name: filled_weight(each) for name, each in self.model.weights.items()}, seed)
+        return config

@@ -1,35 +1,49 @@
-"""The only stage of a run as a worker builds and computes it, and trainings of it under OPTIONS of cluster.yaml."""
+"""Options of cluster.yaml that trainings are compared under, and the only stage of a run, taken step by step."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from cut_training import BATCH, CLIP_NORM, HELD_OUT_BATCHES, MODELS, PEAK_LR, WARM_UP, WEIGHT_DECAY, Wire
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.stage_estimate import autocast_dtype, with_memory_choices
+from tahq.config.stage_estimate import autocast_dtype
 from tahq.coordinator.steps import clip_factor, global_norm
 from tahq.data.batches import BatchSource
-from tahq.data.config import DataConfig
-from tahq.data.dataset import load_dataset
-from tahq.data.tokenizer import load_tokenizer
-from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.stage import Stage, StagePlan
-from tahq.worker.assembly import chunk_module, resolved_spec, use_repeatable_kernels
 
-OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "bf16 products": {},
+Changes = Mapping[str, Mapping[str, Any]]
+"""Keys of cluster.yaml, by section."""
+_BF16 = {"training": {"precision": "bf16"}}
+_A = {"activations": "agoq"}
+_BY_STAGE = {"memory": {**_A, "agoq": {"bits": [4, 5, 8, 8]}}}  # 1F1B, strict
+OPTIONS: Mapping[str, Changes] = {
+    "bf16 products": _BF16,
     "fp8": {"training": {"precision": "fp8"}},
     "fp8, e5m2 backward": {"training": {"precision": "fp8", "fp8": {"backward": "e5m2"}}},
-    "bf16 residual": {"memory": {"residual": "bf16"}},
+    "bf16 residual": {**_BF16, "memory": {"residual": "bf16"}},
     "bf16 weights": {
-        "training": {"optimizer": "adamw_bf16", "adamw_bf16": {"weights": "bf16"}},
+        "training": {"precision": "bf16", "optimizer": "adamw_bf16", "adamw_bf16": {"weights": "bf16"}},
         "memory": {"gradients": "bf16", "residual": "bf16"},
     },
+    "coat optimizer": {"training": {"precision": "bf16", "optimizer": "fp8_adamw"}},
+    "coat activations": {**_BF16, "memory": {"activations": "coat"}},
+    "coat": {
+        "training": {"precision": "bf16", "optimizer": "fp8_adamw"},
+        "memory": {"activations": "coat"},
+    },
+    "bf16": {},
+    "A": {"memory": {**_A, "agoq": {"bits": 4}}},
+    "A, bits by stage": _BY_STAGE,
+    "4 bits everywhere": {"memory": {**_A, "agoq": {"bits": 4, "stored": ["norms", "mlp", "attention"]}}},
+    "A, bits by stage, O, G": {**_BY_STAGE, "training": {"optimizer": "adamw8bit"}},
+    "FP8 all-reduce": {},
 }
-"""Keys that differ from fp32 weights, gradients, moments and residual stream with products in bf16."""
+"""By what differs from fp32 weights, gradients, moments and residual stream, and from storing everything.
+
+`A` to `FP8 all-reduce` are AGoQ's (`bench_agoq_loss.py`).
+"""
 
 
 def only_stage(config: ClusterConfig, module: ModelSlice, batches: BatchSource, device: torch.device) -> Stage:
@@ -62,47 +76,3 @@ def train_step(stage: Stage, number: int) -> float:
         stage.update.discard()
     stage.stopwatch.take()
     return result.loss_sum / result.tokens
-
-
-class OptionTraining:
-    """Trainings of `<a key of MODELS>/<a key of OPTIONS>`, with the batches and rates of a `CutTraining`."""
-
-    def __init__(self, model: str, data: DataConfig, device: torch.device) -> None:
-        self._model, _, option = model.partition("/")
-        self._changes, self._data, self._device = OPTIONS[option], data, device
-        self._tokenizer = load_tokenizer(data)
-        self._dataset = load_dataset(data, self._tokenizer)
-        if device.type == "cuda":
-            use_repeatable_kernels(device)
-
-    def run(self, wire: Wire, *, seed: int, steps: int) -> list[float]:
-        """Loss (nats per token) of every step; there are no cuts for `wire`."""
-        config = self._config(seed, steps)
-        spec = resolved_spec(config, self._tokenizer.vocab_size)
-        config, random = with_memory_choices(config, spec), RandomContext(seed)
-        module = chunk_module(config, spec, 0, device=self._device, random=random)
-        batches = BatchSource(self._dataset, seed=seed, global_batch=BATCH, micro_batch=BATCH)
-        self._stage = only_stage(config, module, batches, self._device)
-        return [train_step(self._stage, number) for number in range(steps)]
-
-    def held_out_loss(self) -> float:
-        """Mean loss of the last run's weights on data that is not trained on."""
-        (result,) = self._stage.engine.evaluate(0, HELD_OUT_BATCHES)
-        return result.loss_sum / result.tokens
-
-    def _config(self, seed: int, steps: int) -> ClusterConfig:
-        sections: dict[str, dict[str, Any]] = {
-            "run": {"name": "bench", "seed": seed},
-            "model": MODELS[self._model].model_dump(exclude_unset=True),
-            "data": self._data.model_dump(exclude_unset=True),
-            "training": {
-                "steps": steps, "global_batch": BATCH, "micro_batch": BATCH, "precision": "bf16", "lr": PEAK_LR,
-                "lr_schedule": "linear", "warmup_steps": min(WARM_UP, steps // 10), "clip_norm": CLIP_NORM,
-                "weight_decay": WEIGHT_DECAY,
-            },
-            "pipeline": {"stages": 1},
-            "memory": {},
-        }  # fmt: skip
-        for section, keys in self._changes.items():
-            sections[section].update(keys)
-        return ClusterConfig.model_validate(sections)

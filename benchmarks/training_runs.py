@@ -1,37 +1,36 @@
-"""Many short trainings of one model cut in four, spread over a machine's devices, for the tables about codecs and loss.
+"""Many trainings of one model cut in four, spread over a machine's devices, for the tables about codecs and loss.
 
-A *setting* is a pair of codecs, of activations and of gradients; a *run* is a setting with a model and a seed. Each
-process holds one model and takes the next run from a queue. Finished runs are JSON lines beside the result file, and
-are not made again.
+A *setting* is a pair of schedules of codecs (`codec_schedule`), of activations and of gradients; a *run* is a setting
+with a model and a seed. Each process holds one model and takes the next run from a queue. Finished runs are JSON lines
+beside the result file, and are not made again; one that `--seconds` interrupts goes on from its file in `--state`.
 """
 
 import argparse
+import hashlib
 import math
 import queue
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
-from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining, Transfer, Wire
+from codec_schedule import NONE, Wire
+from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining
 from harness import append_row, read_rows, rows_path, say
-from option_training import OPTIONS, OptionTraining
 from scipy.stats import t as student_t
-from stored_training import StoredTraining
+from stored_training import REDUCE, ReplicaTraining
 
 from tahq.data.config import DataConfig
-from tahq.quant import Codec, CodecSpec, get_codec
 
 CURVE_STEP = 10
 """Curves are kept as means of this many steps."""
 LAST_STEPS = 50
 """A run's result is the mean loss of this many last steps; equal seeds have equal batches there."""
-NONE = "none"
 METHOD = (
     f"{BATCH} × {SEQ_LEN} tokens per step, random start, codecs at three cuts. Loss is the mean of the last "
     f"{LAST_STEPS} steps, nats per token. A gap is the difference to the uncompressed run of the same seed; ± is the "
@@ -45,6 +44,11 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--seeds": {"type": int, "default": 3},
     "--processes": {"type": int, "default": 2, "help": "processes per device"},
     "--backend": {"default": "reference", "help": "of the codecs; the reference cannot have a kernel's bug"},
+    "--tokens": {"nargs": "+", "help": "token files (make_corpus.py) instead of --text"},
+    "--held-out": {"default": 0.05, "help": "token files for the held-out loss, else a share of the data"},
+    "--compile": {"action": "store_true", "help": "blocks by torch.compile, not by CUDA graphs"},
+    "--seconds": {"type": float, "help": "stop by then; the same command goes on"},
+    "--state": {"type": Path, "help": "folder for runs that --seconds interrupts; without it they begin anew"},
 }
 Setting = tuple[str, str, str]
 """Model, codec of activations, codec of gradients."""
@@ -52,7 +56,7 @@ Setting = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What to train; `activations` and `gradients` are codec specs, names in EXTRA_TRANSFERS, or `none`."""
+    """What to train; `activations` and `gradients` are schedules of codecs."""
 
     model: str
     activations: str
@@ -67,79 +71,56 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Mean loss of a run's last steps (NaN where it diverged), means of every ten steps, and that on held-out data."""
+    """Mean loss of a run's last steps (NaN where it diverged), means of every ten steps, and that on held-out data.
+
+    `held_out` is without codecs, `held_out_coded` with those of the last step.
+    """
 
     run: Run
     loss: float
     curve: list[float]
     held_out: float = math.nan
+    held_out_coded: float = math.nan
+    tokens_per_s: float = math.nan
 
 
-def naive_4bit(x: torch.Tensor, key: int, largest: torch.Tensor | None = None) -> torch.Tensor:
-    """Fixed point of 4 bits with one scale per tensor, its largest magnitude."""
-    step = (x.abs().amax() if largest is None else largest) / 7
-    return (x / step).round().clamp(-8, 7) * step
+def data_config(options: argparse.Namespace) -> DataConfig:
+    """The data that `--text`, or `--tokens`, and `--held-out` name."""
+    held_out = str(options.held_out)
+    validation = float(held_out) if held_out.replace(".", "", 1).isdigit() else held_out
+    source = {"tokens": options.tokens} if options.tokens else {"text": options.text}
+    return DataConfig.model_validate(
+        {**source, "tokenizer": options.tokenizer, "seq_len": SEQ_LEN, "validation": validation}
+    )
 
 
-def naive_4bit_signed_maximum(x: torch.Tensor, key: int) -> torch.Tensor:
-    """The same with the fault that the authors' removed compressor had: the maximum of x, not of |x|."""
-    return naive_4bit(x, key, x.amax())
+def run_all(runs: Iterable[Run], options: argparse.Namespace, *, some_suffice: bool = False) -> list[Result]:
+    """Every run's result, including those of earlier calls.
 
-
-EXTRA_TRANSFERS: Mapping[str, Transfer] = {
-    "naive 4-bit": naive_4bit,
-    "naive 4-bit, max(x)": naive_4bit_signed_maximum,
-}
-
-
-def transfer(name: str, backend: str = "reference") -> Transfer | None:
-    """What a cut does to a tensor: encode and decode it."""
-    if name == NONE or name in EXTRA_TRANSFERS:
-        return EXTRA_TRANSFERS.get(name)
-    return partial(coded, get_codec(name, backend=backend))
-
-
-def coded(codec: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
-    """decode(encode(x))."""
-    return codec.decode(codec.encode(x, key=key), x.shape, x.dtype, key=key)
-
-
-def brief(name: str) -> str:
-    """One text for all that mean the same codec, so that it is trained once."""
-    return name if name == NONE or name in EXTRA_TRANSFERS else CodecSpec.parse(name).brief()
-
-
-def bits_per_element(name: str) -> float:
-    """On the wire, headers and scales included, of a boundary tensor of 768 channels."""
-    if name == NONE or name in EXTRA_TRANSFERS:
-        return 32.0 if name == NONE else 4.0
-    shape = (BATCH, SEQ_LEN, 768)
-    return get_codec(name).encoded_nbytes(shape) * 8 / math.prod(shape)
-
-
-def run_all(runs: Iterable[Run], options: argparse.Namespace) -> list[Result]:
-    """Every run's result, including those of earlier calls."""
-    text = options.text[0] if len(options.text) == 1 else options.text
-    data = DataConfig(text=text, tokenizer=options.tokenizer, seq_len=SEQ_LEN)
+    Where `--seconds` was too short, `some_suffice` gives those that there are; else the program ends.
+    """
     path, wanted = rows_path(options), list(dict.fromkeys(runs))
     rows = [{**row, "run": Run(**row["run"])} for row in read_rows(path)]
     found = {row["run"]: Result(**row) for row in rows}
-    for result in _train([run for run in wanted if run not in found], data, options):
+    for result in _train([run for run in wanted if run not in found], options):
         found[result.run] = result
         append_row(path, asdict(result))
-        say(f"{result.run} {result.loss:.4f}")
-    return [found[run] for run in wanted]
+        say(f"{result.run} {result.loss:.4f}, {result.tokens_per_s:,.0f} tokens/s")
+    if (left := len(wanted) - len(found.keys() & wanted)) and not some_suffice:
+        sys.exit(f"{left} runs are left; call again to continue")
+    return [found[run] for run in wanted if run in found]
 
 
-def _train(runs: Sequence[Run], data: DataConfig, options: argparse.Namespace) -> Iterator[Result]:
+def _train(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Result]:
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for run in runs:
         todo.put(run)
+    deadline_s = None if options.seconds is None else time.time() + options.seconds
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     places = [device for device in devices for _ in range(options.processes)][: len(runs)]
     workers = [
-        context.Process(target=_work, args=(place, data, options.backend, todo, done), daemon=True) for place in places
+        context.Process(target=_work, args=(place, options, deadline_s, todo, done), daemon=True) for place in places
     ]
     for worker in workers:
         worker.start()
@@ -150,37 +131,53 @@ def _train(runs: Sequence[Run], data: DataConfig, options: argparse.Namespace) -
                     yield done.get(timeout=1.0)
                     break
                 except queue.Empty:
-                    if not any(worker.is_alive() for worker in workers):
-                        left = len(runs) - number
-                        raise RuntimeError(f"all workers ended with {left} runs to go; see above") from None
+                    if any(worker.is_alive() for worker in workers):
+                        continue
+                    left = len(runs) - number
+                    if deadline_s is not None and time.time() > deadline_s:
+                        return
+                    raise RuntimeError(f"all workers ended with {left} runs to go; see above") from None
     finally:
         for worker in workers:
             worker.kill()
 
 
-def _work(device: str, data: DataConfig, backend: str, todo: Any, done: Any) -> None:
+def _work(device: str, options: argparse.Namespace, deadline_s: float | None, todo: Any, done: Any) -> None:
     torch.set_num_threads(2)
     torch.backends.cuda.matmul.allow_tf32 = False
-    model, training = "", None
-    while True:
+    model, training, data = "", None, data_config(options)
+    changes = {"training": {"compile": True}} if options.compile else {}
+    while deadline_s is None or time.time() < deadline_s:
         try:
             run = todo.get(timeout=1.0)
         except queue.Empty:
-            time.sleep(1.0)  # until the last result is through the queue
-            return
+            break
         if training is None or run.model != model:
             model, training = run.model, None  # free the old model's memory first
-            training = _training_of(model)(model, data, torch.device(device))
-        wire = Wire(*(transfer(name, backend) for name in (run.activations, run.gradients)))
-        losses = training.run(wire, seed=run.seed, steps=run.steps)
-        blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
-        curve = [round(statistics.fmean(block), 4) for block in blocks]
-        done.put(Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve, training.held_out_loss()))
+            made = ReplicaTraining if model.partition("/")[2] in REDUCE else CutTraining
+            training = made(model, data, torch.device(device), changes)
+        result = _result(training, run, options, deadline_s)
+        if result is not None:
+            done.put(result)
+    time.sleep(1.0)  # until the last result is through the queue
 
 
-def _training_of(model: str) -> type[CutTraining] | type[OptionTraining]:
-    method = model.partition("/")[2]
-    return OptionTraining if method in OPTIONS else StoredTraining if method else CutTraining
+def _result(training: CutTraining, run: Run, options: argparse.Namespace, deadline_s: float | None) -> Result | None:
+    """None if the time is over before the run is."""
+    state = None
+    if options.state is not None:
+        options.state.mkdir(parents=True, exist_ok=True)
+        state = options.state / f"{hashlib.sha256(repr(run).encode()).hexdigest()[:16]}.pt"
+    wire, begin_s = Wire.parse(run.activations, run.gradients, options.backend), time.time()
+    losses = training.run(wire, seed=run.seed, steps=run.steps, deadline_s=deadline_s, state=state)
+    rate = training.steps_done * BATCH * SEQ_LEN / (time.time() - begin_s)
+    if len(losses) < run.steps:
+        print(f"{run}: {len(losses)} of {run.steps} steps, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+        return None
+    blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
+    curve = [round(statistics.fmean(block), 4) for block in blocks]
+    last, coded = statistics.fmean(losses[-LAST_STEPS:]), training.held_out_loss(with_codecs=True)
+    return Result(run, last, curve, training.held_out_loss(), coded, rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabula
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +127,12 @@ class CutModel:
                 groups.setdefault(group, {})[name] = parameter
         return groups
 
-    def compute_gradients(self, batch: StepBatch, step: int, wire: ProbedWire = UNCOMPRESSED) -> float:
+    def compute_gradients(
+        self, batch: StepBatch, step: int, wire: ProbedWire | Sequence[CodecPair] = UNCOMPRESSED
+    ) -> float:
         """Forward and backward of every micro-batch; leaves the step's gradients in `parameters`.
 
-        The step's number names the dropout masks and the codec keys.
+        The step's number names the dropout masks and the codec keys. `wire`: of all cuts, or a pair of codecs for each.
 
         Returns:
             The mean loss in nats per token.
@@ -138,7 +140,7 @@ class CutModel:
         Raises:
             CodecError: a codec refuses a tensor.
         """
-        codecs = wire.codecs()
+        codecs = [wire.codecs()] * self.num_cuts if isinstance(wire, ProbedWire) else wire
         losses, num_tokens = [], max(batch.num_tokens, 1)
         num_micro_batches = len(batch.sample_ids) // batch.micro_batch_size
         scale = gradient_scale(batch.tokens.numel())  # all tokens, as on the stages
@@ -166,20 +168,47 @@ class CutModel:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, self._dtype or torch.bfloat16, enabled=self._dtype is not None)
 
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[StepBatch], step: int, codecs: Sequence[CodecPair]) -> float:
+        """The mean loss in nats per token, with a pair of codecs for each cut; batches are numbered from 0."""
+        losses, num_tokens = [], 0
+        for number, batch in enumerate(batches):
+            tokens, labels = batch.tokens.to(self._device), batch.labels.to(self._device)
+            y = self._output(tokens, batch.positions, step, number, codecs, Purpose.EVAL)
+            with self._autocast():
+                losses.append(self._slices[-1].loss(y, labels)[1])
+            num_tokens += batch.num_tokens
+        return math.fsum(torch.stack(losses).tolist()) / num_tokens
+
+    @torch.no_grad()
+    def next_tokens(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The likeliest token behind the first `lengths` int64 [B] of each row of tokens [B, S], without codecs."""
+        y = self._output(tokens.to(self._device), None, 0, 0, [(None, None)] * self.num_cuts, Purpose.EVAL)
+        with self._autocast():
+            return self._slices[-1].logits(y, lengths.to(y.device) - 1).argmax(1)
+
     def _output(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, step: int, micro_batch: int, codecs: CodecPair
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        step: int,
+        micro_batch: int,
+        codecs: Sequence[CodecPair],
+        purpose: Purpose = Purpose.TRAIN,
     ) -> torch.Tensor:
         """Of tokens [B, S], what the last slice's `loss` takes; `positions` as of `ModelSlice.forward`."""
         x = tokens
         positions = None if positions is None else positions.to(self._device)
         for stage, part in enumerate(self._slices):
-            part.train()
-            part.num_pieces = self._num_pieces(step)
-            part.random.at(step, 0, micro_batch, int(Purpose.TRAIN))
+            part.train(purpose == Purpose.TRAIN)
+            part.num_pieces = self._num_pieces(step) if purpose == Purpose.TRAIN else 1
+            part.balance = part.balance if purpose == Purpose.TRAIN else None
+            part.random.at(step, 0, micro_batch, int(purpose))
             if stage > 0:
                 names = CutIdentity(run=0, seed=self._seed, cut=stage - 1)
-                ids = [names.name(step, Purpose.TRAIN, micro_batch, direction) for direction in Direction]
-                x = CodecCut.apply(x.float(), codecs, [codec_key(id, self._seed) for id in ids])  # type: ignore[no-untyped-call]
+                ids = [names.name(step, purpose, micro_batch, direction) for direction in Direction]
+                keys = [codec_key(id, self._seed) for id in ids]
+                x = CodecCut.apply(x.float(), codecs[stage - 1], keys)  # type: ignore[no-untyped-call]
             with self._autocast():
                 x = part(x, positions)
         return x

@@ -10,17 +10,14 @@ import bench_largest_model
 import bench_launched_memory
 import bench_models
 import bench_optimizer_step
-import option_training
 import pytest
 import torch
 from bench_runtime import MICRO_BATCHES, measure_actions
 from coat_norms import norm_variants
-from cut_training import Wire
 from layer_parts import Layer, Size, make_layer, saved_by_operator
 from optimizer_rows import entries, llama_shapes, make_parameters, state_nbytes
 from trace_overhead import overheads
 
-from tahq.data.config import DataConfig
 from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
 from tahq.observe.trace_file import FIRST_STAGE_PID
 from tahq.worker.assembly import resolved_spec
@@ -145,21 +142,6 @@ def test_benchmark_of_launched_runs_reports_every_kind_of_run(tmp_path):
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in out.read_text().splitlines()]
     rates = {cells[0]: cells[bench_launched_memory.COLUMNS.index("tokens/s")] for cells in rows if cells[0] in runs}
     assert all(float(rates[name].replace(",", "")) > 0 for name in runs)
-
-
-def test_benchmark_of_losses_trains_with_every_option(monkeypatch):
-    monkeypatch.setattr(option_training, "BATCH", 2)
-    monkeypatch.setattr(option_training, "HELD_OUT_BATCHES", 1)
-    data = DataConfig(text="stdlib", seq_len=32)
-    losses = {}
-    for option in option_training.OPTIONS:
-        training = option_training.OptionTraining(f"tiny-llama/{option}", data, CPU)
-        losses[option] = [*training.run(Wire(), seed=0, steps=4), training.held_out_loss()]
-    base = losses.pop("bf16 products")
-    assert base[0] == pytest.approx(math.log(256), abs=0.2)
-    for option, found in losses.items():
-        assert found == pytest.approx(base, abs=0.05), option
-        assert found != base, option
 
 
 def test_benchmark_of_the_largest_model_needs_more_without_each_option():
