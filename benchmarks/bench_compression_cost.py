@@ -8,7 +8,8 @@
 A GPT-2 small and a Llama of its size, random start, 16 × 512 tokens per step, cut in four; pairs of schedules of codecs
 (`codec_schedule.py`) at the cuts, each with the uncompressed run of its seed. Held-out loss is of the final weights,
 with the codecs in the forward pass, as the run itself computes, and without, as users keep the model. `--pairs` names
-others: 'tah + none'. All seeds of the first model come first.
+others: 'tah + none'. All seeds of the first model come first. Fine-tuning: `--model CHECKPOINT --records
+questions-train.jsonl --questions questions-test.jsonl --steps 500 --lr 3e-4` (`make_checkpoint.py`, `make_corpus.py`).
 
 Time: a step takes as long as its computation (`--step-s`) or as the busiest uplink sends, whichever is longer; `none`
 is counted as bf16, 16 bits. The loss to reach is the highest that any pair ends with. Tables and curves come from the
@@ -16,12 +17,14 @@ rows beside the result file; runs that are not there are left out, and the same 
 """
 
 import argparse
+import json
 import statistics
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 from codec_schedule import NONE, Wire, bits_per_element
-from cut_training import BATCH, HELD_OUT_BATCHES, MODELS, SEQ_LEN, STAGES
+from cut_training import BATCH, HELD_OUT_BATCHES, SEQ_LEN, STAGES, split_name
 from harness import Table, main, read_rows, rows_path
 from training_runs import ARGUMENTS, CURVE_STEP, METHOD, Difference, Losses, Result, Run, Setting, picture, run_all
 
@@ -37,6 +40,7 @@ PAIRS = (
     ("wf:bits=4 @0.5 wf:bits=6 @0.8 wf:bits=8", "eden:bits=1.5"),
     ("wf:bits=6 / wf:bits=5 / wf:bits=4", "eden:bits=1.5"),
 )
+METRICS = ("loss", "held_out", "held_out_coded", "exact")
 GOAL = 0.01
 """Nats per token that compression may cost."""
 SMOOTHED = 5
@@ -72,7 +76,7 @@ def gap_rows(results: dict[tuple[Setting, int], Result], settings: list[Setting]
         wire = Wire.parse(*setting[1:])
         cells: list[object] = [f"`{name}`" for name in setting[1:]]
         cells += [f"{_mean_bits(wire, results[setting, seeds[0]].run.steps, stages):.2f}" for stages in (2, STAGES)]
-        for name in ("loss", "held_out", "held_out_coded"):
+        for name in METRICS:
             base = [results[(setting[0], NONE, NONE), seed] for seed in seeds]
             pairs = zip((results[setting, seed] for seed in seeds), base, strict=True)
             gap = Difference.of([getattr(mine, name) - getattr(theirs, name) for mine, theirs in pairs])
@@ -88,7 +92,8 @@ def _mean_bits(wire: Wire, steps: int, stages: int) -> float:
 
 def step_times_s(setting: Setting, steps: int, mbits: float, step_s: float) -> list[float]:
     """Seconds of each step over links of this rate."""
-    wire, hidden = Wire.parse(*setting[1:]), MODELS[setting[0]].hidden_size or 0
+    wire, model = Wire.parse(*setting[1:]), split_name(setting[0])[0]
+    hidden = model.hidden_size or json.loads((Path(model.path) / "config.json").read_text())["hidden_size"]
     numel = BATCH * SEQ_LEN * hidden
     sent = [wire.uplink_bits(step, steps, STAGES, STAGES - 1) for step in range(steps)]
     if setting[1:] == (NONE, NONE):
@@ -120,7 +125,9 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     runs = plan(options)
     if options.plan:
         columns = ("model", "activations", "gradients", "seed", "steps", "tokens", "seconds", "state")
-        yield Table(columns, plan_rows(runs, options), f"At {options.rate:,.0f} tokens/s of all processes together.")
+        hours = len(runs) * options.steps * BATCH * SEQ_LEN / options.rate / 3600
+        caption = f"{hours:.1f} h for all at {options.rate:,.0f} tokens/s, which all processes share."
+        yield Table(columns, plan_rows(runs, options), caption)
         return
     found = run_all(runs, options, some_suffice=True)
     yield (
@@ -141,14 +148,17 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
         yield from picture(options.output, 1, len(there), draw)
     for model, settings in there.items():
         base = [each for (setting, _), each in results.items() if setting == (model, NONE, NONE)]
-        trained, held = (statistics.fmean(getattr(each, name) for each in base) for name in ("loss", "held_out"))
+        trained, held, _, exact = (statistics.fmean(getattr(each, name) for each in base) for name in METRICS)
         rate = statistics.fmean(each.tokens_per_s for each in found if each.run.model == model)
         yield (
-            f"## {model}\n\nUncompressed: {trained:.4f} in training, {held:.4f} held out, {len(base)} seeds; "
+            f"## {model}\n\nUncompressed: {trained:.4f} in training, {held:.4f} held out, {exact:.3f} of the questions "
+            f"answered exactly, {len(base)} seeds; "
             f"{rate:,.0f} tokens/s per process."
         )
         columns = ["activations", "gradients", "bits, 2 stages", f"{STAGES} stages", "training", "±", "held out", "±"]
-        yield Table((*columns, f"below {GOAL}", "held out, coded", "±", "seeds"), gap_rows(results, settings))
+        yield Table(
+            (*columns, f"below {GOAL}", "held out, coded", "±", "exact", "±", "seeds"), gap_rows(results, settings)
+        )
         rates = [f"{mbits:g} Mbit/s" for mbits in options.links]
         yield Table(
             ("activations", "gradients", "loss", "steps to it", *rates),
@@ -160,7 +170,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
 
 if __name__ == "__main__":
     changes = {
-        "--model": {**ARGUMENTS["--model"], "default": ["gpt2", "llama"]},
+        "--model": {"nargs": "+", "default": ["gpt2", "llama"], "help": "keys of MODELS, or folders of checkpoints"},
         "--steps": {"type": int, "default": 5000},
         "--pairs": {"nargs": "+", "help": "'ACTIVATIONS + GRADIENTS'; with 'none + none' (default: a list)"},
         "--links": {"type": float, "nargs": "+", "default": [20, 50, 100, 300], "help": "Mbit/s"},

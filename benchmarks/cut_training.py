@@ -55,6 +55,16 @@ MODELS = {
         intermediate_size=2048,
         vocab_size=PADDED_VOCAB,
     ),
+    "llama-22m": ModelConfig(  # make_checkpoint.py
+        family="llama",
+        num_layers=12,
+        hidden_size=256,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=768,
+        vocab_size=PADDED_VOCAB,
+        tie="sync",
+    ),
     "tiny-llama": ModelConfig(
         family="llama", num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, intermediate_size=256
     ),
@@ -63,11 +73,19 @@ MODELS = {
 STAGES = 4
 
 
+def split_name(model: str) -> tuple[ModelConfig, str]:
+    """The model and the key of OPTIONS, or "", of `gpt2`, `gpt2/fp8` or a Hugging Face folder."""
+    if model in MODELS or model.partition("/")[0] in MODELS:
+        name, _, option = model.partition("/")
+        return MODELS[name], option
+    return ModelConfig(path=model), ""
+
+
 class CutTraining:
-    """A model (`<a key of MODELS>`, or `.../<a key of OPTIONS>`) and its data, ready for any number of runs.
+    """A model and its data, ready for any number of runs.
 
     Args:
-        model: its name.
+        model: see `split_name`.
         data: token files, text or records.
         device: of all stages.
         changes: further keys of cluster.yaml, by section.
@@ -80,7 +98,7 @@ class CutTraining:
         device: torch.device,
         changes: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.name, _, option = model.partition("/")
+        self._model, option = split_name(model)
         self._changes = [OPTIONS[option] if option else {}, changes or {}]
         self._data, self._device = data, device
         self.tokenizer = load_tokenizer(data)
@@ -96,7 +114,7 @@ class CutTraining:
         """What a run is as a cluster.yaml, but for the codecs."""
         sections: dict[str, dict[str, Any]] = {
             "run": {"name": "bench", "seed": seed},
-            "model": MODELS[self.name].model_dump(exclude_unset=True),
+            "model": self._model.model_dump(exclude_unset=True),
             "data": self._data.model_dump(exclude_unset=True),
             "training": {
                 "steps": steps, "global_batch": BATCH, "micro_batch": BATCH, "lr": PEAK_LR, "lr_schedule": "linear",
@@ -156,8 +174,9 @@ class CutTraining:
         batches = BatchSource(self.dataset, seed=0, global_batch=BATCH, micro_batch=BATCH, sets=self._sets)
         codecs, step = self._last
         codecs = codecs if with_codecs else [(None, None)] * len(codecs)
-        count = range(HELD_OUT_BATCHES if num_batches is None else num_batches)
-        return self.model.evaluate(map(batches.validation, count), step, codecs)
+        there = -(-self._sets[0].num_samples // BATCH)
+        count = min(HELD_OUT_BATCHES if num_batches is None else num_batches, there)
+        return self.model.evaluate(map(batches.validation, range(count)), step, codecs)
 
     def compute_gradients(self, batch: StepBatch, step: int, codecs: Sequence[CodecPair]) -> float:
         """Leave the gradients of a step with the parameters; returns its loss."""

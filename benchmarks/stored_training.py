@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from cut_training import CutTraining
+from cut_training import CutTraining, split_name
 
 from tahq.data.batches import StepBatch
 from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
@@ -27,7 +27,7 @@ class ReplicaTraining(CutTraining):
 
     def __init__(self, model: str, *arguments: object, **options: object) -> None:
         super().__init__(model, *arguments, **options)  # type: ignore[arg-type]
-        self._reduce = _in_blocks if REDUCE[model.partition("/")[2]] == "blocks" else _in_fp8
+        self._reduce = _in_blocks if REDUCE[split_name(model)[1]] == "blocks" else _in_fp8
 
     def compute_gradients(self, batch: StepBatch, step: int, codecs: Sequence[CodecPair]) -> float:
         losses, gradients = [], []

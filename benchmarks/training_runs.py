@@ -7,6 +7,7 @@ beside the result file, and are not made again; one that `--seconds` interrupts 
 
 import argparse
 import hashlib
+import json
 import math
 import queue
 import statistics
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 from codec_schedule import NONE, Wire
-from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining
+from corpus_questions import exact_matches
+from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining, split_name
 from harness import append_row, read_rows, rows_path, say
 from scipy.stats import t as student_t
 from stored_training import REDUCE, ReplicaTraining
@@ -45,7 +47,10 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--processes": {"type": int, "default": 2, "help": "processes per device"},
     "--backend": {"default": "reference", "help": "of the codecs; the reference cannot have a kernel's bug"},
     "--tokens": {"nargs": "+", "help": "token files (make_corpus.py) instead of --text"},
-    "--held-out": {"default": 0.05, "help": "token files for the held-out loss, else a share of the data"},
+    "--records": {"nargs": "+", "help": "prompts with responses instead of --text"},
+    "--questions": {"type": Path, "help": "records that are answered at the end, for the share of exact matches"},
+    "--lr": {"type": float, "help": "peak learning rate"},
+    "--held-out": {"default": 0.05, "help": "files for the held-out loss, else a share of the data"},
     "--compile": {"action": "store_true", "help": "blocks by torch.compile, not by CUDA graphs"},
     "--seconds": {"type": float, "help": "stop by then; the same command goes on"},
     "--state": {"type": Path, "help": "folder for runs that --seconds interrupts; without it they begin anew"},
@@ -73,7 +78,8 @@ class Run:
 class Result:
     """Mean loss of a run's last steps (NaN where it diverged), means of every ten steps, and that on held-out data.
 
-    `held_out` is without codecs, `held_out_coded` with those of the last step.
+    `held_out` is without codecs, `held_out_coded` with those of the last step; `exact` is the share
+    of questions that the final weights answer exactly.
     """
 
     run: Run
@@ -82,13 +88,15 @@ class Result:
     held_out: float = math.nan
     held_out_coded: float = math.nan
     tokens_per_s: float = math.nan
+    exact: float = math.nan
 
 
 def data_config(options: argparse.Namespace) -> DataConfig:
-    """The data that `--text`, or `--tokens`, and `--held-out` name."""
+    """The data that `--text`, `--tokens` or `--records`, and `--held-out` name."""
     held_out = str(options.held_out)
     validation = float(held_out) if held_out.replace(".", "", 1).isdigit() else held_out
-    source = {"tokens": options.tokens} if options.tokens else {"text": options.text}
+    kind = "tokens" if options.tokens else "records" if options.records else "text"
+    source = {kind: getattr(options, kind)}
     return DataConfig.model_validate(
         {**source, "tokenizer": options.tokenizer, "seq_len": SEQ_LEN, "validation": validation}
     )
@@ -146,7 +154,7 @@ def _work(device: str, options: argparse.Namespace, deadline_s: float | None, to
     torch.set_num_threads(2)
     torch.backends.cuda.matmul.allow_tf32 = False
     model, training, data = "", None, data_config(options)
-    changes = {"training": {"compile": True}} if options.compile else {}
+    changes = {"training": {"compile": options.compile, **({"lr": options.lr} if options.lr else {})}}
     while deadline_s is None or time.time() < deadline_s:
         try:
             run = todo.get(timeout=1.0)
@@ -154,7 +162,7 @@ def _work(device: str, options: argparse.Namespace, deadline_s: float | None, to
             break
         if training is None or run.model != model:
             model, training = run.model, None  # free the old model's memory first
-            made = ReplicaTraining if model.partition("/")[2] in REDUCE else CutTraining
+            made = ReplicaTraining if split_name(model)[1] in REDUCE else CutTraining
             training = made(model, data, torch.device(device), changes)
         result = _result(training, run, options, deadline_s)
         if result is not None:
@@ -167,7 +175,8 @@ def _result(training: CutTraining, run: Run, options: argparse.Namespace, deadli
     state = None
     if options.state is not None:
         options.state.mkdir(parents=True, exist_ok=True)
-        state = options.state / f"{hashlib.sha256(repr(run).encode()).hexdigest()[:16]}.pt"
+        name = repr((run, options.lr, str(options.output)))
+        state = options.state / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.pt"
     wire, begin_s = Wire.parse(run.activations, run.gradients, options.backend), time.time()
     losses = training.run(wire, seed=run.seed, steps=run.steps, deadline_s=deadline_s, state=state)
     rate = training.steps_done * BATCH * SEQ_LEN / (time.time() - begin_s)
@@ -177,7 +186,11 @@ def _result(training: CutTraining, run: Run, options: argparse.Namespace, deadli
     blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
     curve = [round(statistics.fmean(block), 4) for block in blocks]
     last, coded = statistics.fmean(losses[-LAST_STEPS:]), training.held_out_loss(with_codecs=True)
-    return Result(run, last, curve, training.held_out_loss(), coded, rate)
+    exact = math.nan
+    if options.questions is not None:
+        records = [json.loads(line) for line in options.questions.read_text().splitlines()]
+        exact = exact_matches(training.model, training.tokenizer, records)
+    return Result(run, last, curve, training.held_out_loss(), coded, rate, exact)
 
 
 @dataclass(frozen=True, slots=True)

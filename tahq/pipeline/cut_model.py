@@ -170,13 +170,15 @@ class CutModel:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[StepBatch], step: int, codecs: Sequence[CodecPair]) -> float:
-        """The mean loss in nats per token, with a pair of codecs for each cut; batches are numbered from 0."""
+        """The mean loss in nats per token, with a pair of codecs for each cut; micro-batches are numbered from 0."""
         losses, num_tokens = [], 0
-        for number, batch in enumerate(batches):
-            tokens, labels = batch.tokens.to(self._device), batch.labels.to(self._device)
-            y = self._output(tokens, batch.positions, step, number, codecs, Purpose.EVAL)
-            with self._autocast():
-                losses.append(self._slices[-1].loss(y, labels)[1])
+        for batch in batches:
+            for index in range(len(batch.sample_ids) // batch.micro_batch_size):
+                tokens, labels = (tensor.to(self._device) for tensor in batch.micro_batch(index))
+                places = batch.micro_batch_positions(index)
+                y = self._output(tokens, places, step, len(losses), codecs, Purpose.EVAL)
+                with self._autocast():
+                    losses.append(self._slices[-1].loss(y, labels)[1])
             num_tokens += batch.num_tokens
         return math.fsum(torch.stack(losses).tolist()) / num_tokens
 

@@ -1,21 +1,26 @@
 """The long trainings in one process: the losses of a real pipeline, schedules, continuing, the corpus."""
 
+import json
 import math
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import cut_training
+import make_checkpoint
 import pytest
 import torch
 from codec_schedule import Schedule, Wire
+from corpus_questions import exact_matches
 from cut_training import CutTraining
 from harness import launch, read_rows
 from option_training import OPTIONS
 from stored_training import REDUCE, ReplicaTraining
 
 from tahq.data.config import DataConfig
+from tahq.models.config import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -32,6 +37,7 @@ def training(model="tiny-llama"):
     return made(model, DataConfig(text="stdlib", seq_len=32), CPU)
 
 
+@pytest.mark.ci
 def test_trainings_with_every_option_have_about_the_same_losses():
     losses = {}
     for option in OPTIONS:
@@ -110,3 +116,34 @@ def test_interrupted_table_goes_on_from_its_rows(tmp_path):
     again = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
     assert read_rows(out.with_suffix(".jsonl")) == rows
+
+
+def test_checkpoint_is_a_folder_that_a_training_begins_with(tmp_path, monkeypatch):
+    tied = cut_training.MODELS["tiny-llama"].model_copy(update={"tie": "sync"})
+    monkeypatch.setitem(cut_training.MODELS, "tied", ModelConfig.model_validate(tied.model_dump(exclude_unset=True)))
+    monkeypatch.setattr(make_checkpoint, "data_config", lambda options: DataConfig(text="stdlib", seq_len=32))
+    out = tmp_path / "checkpoint"
+    options = Namespace(model="tied", steps=30, lr=6e-4, seed=0, compile=False, held_out_batches=2, output=out)
+    made = make_checkpoint.make(options)
+    assert made["held_out"] < math.log(256) - 0.5
+    still = CutTraining(str(out), DataConfig(text="stdlib", seq_len=32), CPU, {"training": {"lr": 1e-12}})
+    still.run(Wire.parse(), seed=7, steps=1)
+    assert still.held_out_loss(num_batches=2) == pytest.approx(made["held_out"], abs=1e-4)
+    recorded = tmp_path / "recorded.json"
+    recorded.write_text(json.dumps({**made, "held_out": made["held_out"] + 0.009}))
+    make_checkpoint.check(made, recorded)
+    recorded.write_text(json.dumps({**made, "held_out": made["held_out"] + 0.011}))
+    with pytest.raises(SystemExit, match="expected"):
+        make_checkpoint.check(made, recorded)
+
+
+def test_answers_are_exact_once_they_are_learned(tmp_path):
+    records = [{"prompt": f"{word}?", "response": f" {answer}"} for word, answer in (("ab", "x"), ("cd", "yz"))]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in records * 8))
+    each = CutTraining("tiny-llama", DataConfig(records=str(file), seq_len=16, validation=0.0), CPU)
+    each.run(Wire.parse(), seed=0, steps=1)
+    assert exact_matches(each.model, each.tokenizer, records) == 0
+    each.run(Wire.parse(), seed=0, steps=60)
+    assert exact_matches(each.model, each.tokenizer, records) == 1
+    assert exact_matches(each.model, each.tokenizer, [*records, {"prompt": "ab?", "response": " xx"}]) == 2 / 3
