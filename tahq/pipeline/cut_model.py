@@ -171,7 +171,7 @@ class CutModel:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[StepBatch], step: int, codecs: Sequence[CodecPair]) -> float:
         """The mean loss in nats per token, with a pair of codecs for each cut; micro-batches are numbered from 0."""
-        losses, num_tokens = [], 0
+        losses, num_tokens = list[torch.Tensor](), 0
         for batch in batches:
             for index in range(len(batch.sample_ids) // batch.micro_batch_size):
                 tokens, labels = (tensor.to(self._device) for tensor in batch.micro_batch(index))
