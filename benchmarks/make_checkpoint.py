@@ -1,6 +1,7 @@
 """Make the checkpoint that ablations and fine-tuning begin with: a Llama of 22 million parameters.
 
-    python benchmarks/make_checkpoint.py --tokenizer GPT2 --tokens train-0.bin --held-out held-out.bin --output FOLDER
+    python benchmarks/make_checkpoint.py --tokenizer GPT2 --tokens train-0.bin train-1.bin --held-out held-out.bin \\
+        --output FOLDER
     python benchmarks/make_checkpoint.py --model tiny-llama --steps 60 --output FOLDER     # on a CPU: no figures
 
 It is small so that it travels: embedding and head are one matrix, and the folder's bf16 weights take 43 MiB, where 100
@@ -78,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     parser.add_argument("--model", choices=list(MODELS), default="llama-22m")
-    parser.add_argument("--steps", type=int, default=12_000, help="98 million tokens (default 12,000)")
+    parser.add_argument("--steps", type=int, default=8000, help="66 million tokens (default 8,000)")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out-batches", type=int, default=HELD_OUT_BATCHES)
