@@ -18,6 +18,7 @@ rows beside the result file; runs that are not there are left out, and the same 
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from itertools import product
@@ -90,12 +91,12 @@ def _mean_bits(wire: Wire, steps: int, stages: int) -> float:
     return statistics.fmean(wire.uplink_bits(step, steps, stages, STAGES - 1) for step in range(steps))
 
 
-def step_times_s(setting: Setting, steps: int, mbits: float, step_s: float) -> list[float]:
+def step_times_s(setting: Setting, steps: int, mbits: float, step_s: float, stages: int = STAGES) -> list[float]:
     """Seconds of each step over links of this rate."""
     wire, model = Wire.parse(*setting[1:]), split_name(setting[0])[0]
     hidden = model.hidden_size or json.loads((Path(model.path) / "config.json").read_text())["hidden_size"]
     numel = BATCH * SEQ_LEN * hidden
-    sent = [wire.uplink_bits(step, steps, STAGES, STAGES - 1) for step in range(steps)]
+    sent = [wire.uplink_bits(step, steps, stages, STAGES - 1) for step in range(steps)]
     if setting[1:] == (NONE, NONE):
         sent = [bits / bits_per_element(NONE) * 16 for bits in sent]
     return [max(step_s, bits * numel / (1e6 * mbits)) for bits in sent]
@@ -109,15 +110,16 @@ def steps_to(curve: list[float], loss: float) -> int | None:
 
 def time_rows(losses: Losses, settings: list[Setting], options: argparse.Namespace) -> Iterator[list[object]]:
     curves = {setting: losses.curve(setting) for setting in settings}
-    target = max(statistics.fmean(curve[-SMOOTHED:]) for curve in curves.values())
+    ends = [statistics.fmean(curve[-SMOOTHED:]) for curve in curves.values()]
+    target = max(filter(math.isfinite, ends))
     base_s: dict[float, float] = {}
     for setting, curve in curves.items():
         taken, steps = steps_to(curve, target), CURVE_STEP * len(curve)
         cells: list[object] = [*(f"`{name}`" for name in setting[1:]), f"{target:.3f}", taken or "–"]
         for mbits in options.links:
-            seconds = sum(step_times_s(setting, steps, mbits, options.step_s)[:taken])
+            seconds = sum(step_times_s(setting, steps, mbits, options.step_s, options.stages)[:taken])
             base_s.setdefault(mbits, seconds)
-            cells.append(f"{seconds / 3600:.2f} h, {base_s[mbits] / seconds:.2f} ×")
+            cells.append("–" if taken is None else f"{seconds / 3600:.2f} h, {base_s[mbits] / seconds:.2f} ×")
         yield cells
 
 
@@ -164,7 +166,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
             ("activations", "gradients", "loss", "steps to it", *rates),
             time_rows(losses, settings, options),
             f"Time to the same training loss, a mean of {CURVE_STEP * SMOOTHED} steps and the seeds, and how many "
-            f"times as fast as without compression; {options.step_s:g} s of computation per step.",
+            f"times as fast as without compression; {options.stages} stages, {options.step_s:g} s of computation a step.",
         )
 
 
@@ -175,6 +177,12 @@ if __name__ == "__main__":
         "--pairs": {"nargs": "+", "help": "'ACTIVATIONS + GRADIENTS'; with 'none + none' (default: a list)"},
         "--links": {"type": float, "nargs": "+", "default": [20, 50, 100, 300], "help": "Mbit/s"},
         "--step-s": {"type": float, "default": 0.3, "help": "seconds of computation per step (default 0.3)"},
+        "--stages": {
+            "type": int,
+            "choices": [2, STAGES],
+            "default": STAGES,
+            "help": "of the pipeline whose time it is",
+        },
         "--plan": {"action": "store_true", "help": "only list the runs"},
         "--rate": {"type": float, "default": 250_000, "help": "tokens/s that --plan assumes (default 250,000)"},
     }

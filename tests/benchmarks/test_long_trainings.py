@@ -12,6 +12,7 @@ import cut_training
 import make_checkpoint
 import pytest
 import torch
+from bench_compression_cost import step_times_s, steps_to
 from codec_schedule import Schedule, Wire
 from corpus_questions import exact_matches
 from cut_training import CutTraining
@@ -59,6 +60,19 @@ def test_schedule_uses_other_codecs_by_cut_and_by_share_of_the_steps():
     of_two, of_four = (wire.uplink_bits(0, 1, stages, 3) for stages in (2, 4))
     assert of_two == pytest.approx(4.09, abs=0.01)
     assert of_four == pytest.approx(4.09 + 2.04, abs=0.01)  # the stage behind the first sends 4 bits and gradients
+
+
+def test_time_to_a_loss_follows_the_busiest_uplink_in_every_step():
+    mbit = 16 * 512 * 768 / 1e6  # of a bit per element
+    none, phases = ("gpt2", "none", "none"), ("gpt2", "wf:bits=4 @0.5 wf:bits=8", "eden:bits=2")
+    assert step_times_s(none, 4, 32.0, 0.1) == pytest.approx([mbit] * 4)  # 16 bits both ways
+    early, later = step_times_s(phases, 4, mbit, 0.1)[::3]
+    assert (early, later) == pytest.approx((6.13, 10.13), abs=0.02)
+    assert step_times_s(phases, 4, mbit, 0.1, stages=2)[0] == pytest.approx(4.09, abs=0.01)
+    assert step_times_s(phases, 4, 1e6, 0.1) == [0.1] * 4
+    curve = [3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0]
+    assert steps_to(curve, 2.0) == 60
+    assert steps_to(curve, 1.5) is None
 
 
 def test_codecs_change_the_held_out_loss_only_where_they_are_used():
