@@ -166,7 +166,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
             ("activations", "gradients", "loss", "steps to it", *rates),
             time_rows(losses, settings, options),
             f"Time to the same training loss, a mean of {CURVE_STEP * SMOOTHED} steps and the seeds, and how many "
-            f"times as fast as without compression; {options.stages} stages, {options.step_s:g} s of computation a step.",
+            f"times as fast as without compression; {options.stages} stages, {options.step_s:g} s of compute per step.",
         )
 
 
