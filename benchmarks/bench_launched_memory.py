@@ -5,6 +5,8 @@
 
 - `llama-…`, `qwen-…`: the shapes of Llama-2 and Qwen2.5 by the files in launch/examples: 7 billion parameters in 16 GB
   (14.9 GiB) by Q-GaLore, and by LLMQ's offload to host memory, which also trains 14 billion in 24 GB;
+- `llama-70b-stage`: QLoRA of ten of the 80 layers of 70 billion parameters in 24 GB, with embedding, head and four
+  micro-batches in flight, 15.6 GB by the estimate, more than any stage of that example;
 - `planned-…`: a model of bench_models' sizes of which only model, data and batch are set, in bf16; `memory: auto`
   chooses what is recomputed and what is in host memory.
 
@@ -46,7 +48,8 @@ GB_8, GB_16, GB_24 = (gb * 1e9 / GIB for gb in (8, 16, 24))
 SHORT = {"training": {"steps": 6, "warmup_steps": 4}}
 COLUMNS = (
     *("run", "free at first, GiB", "recompute", "in host memory", "gradients", "micro-batch", "step, s", "tokens/s"),
-    *("of the peak", "card: estimated, GiB", "at start", "in training", "host: estimated, GiB", "until the last step"),
+    *("of the peak", "card: estimated, GiB", "at start", "in training", "reserved by torch"),
+    *("host: estimated, GiB", "until the last step"),
     *("in all", "first two steps, s", "begins after, s", "last loss"),
 )
 
@@ -64,12 +67,22 @@ def example(name: str, *changes: Mapping[str, Any]) -> dict[str, Any]:
     return merged(yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text()), SHORT, *changes)
 
 
+STAGE_OF_EIGHT: dict[str, Any] = {
+    "run": {"bind": "127.0.0.1:0", "advertise": None},
+    "hosts": "local",
+    "links": {"cap_up": None},
+    "model": {"num_layers": 10},
+    "pipeline": {"layers": None, "stages": 1, "schedule": "gpipe"},
+    "training": {"global_batch": 4},
+}
+"""Ten layers with both ends, and four micro-batches in flight: more bytes than any stage of the file has."""
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "llama-qgalore": (GB_16, example("llama_7b_qgalore", {"training": {"steps": 12}})),
     "qwen-qgalore": (GB_16, example("qwen_7b_qgalore", {"training": {"steps": 12}})),
     "llama-offload": (GB_16, example("llama_7b_16gb")),
     "qwen-offload": (GB_16, example("qwen_14b_24gb", QWEN_7B)),
     "qwen-14b-offload": (GB_24, example("qwen_14b_24gb")),
+    "llama-70b-stage": (GB_24, example("llama_70b_qlora", STAGE_OF_EIGHT)),
     "planned-0.5b-8gb": (GB_8, planned("0.5b")),
     "planned-1.5b-16gb": (GB_16, planned("1.5b")),
     "planned-3b-16gb": (GB_16, planned("3b")),
@@ -173,6 +186,7 @@ def run_cells(run: Run, device: str) -> dict[str, object]:
         "tokens/s": f"{tokens / step_s:,.0f}",
         "of the peak": f"{100 * share:.1f} %",
         "card: estimated, GiB": f"{estimate.total / GIB:.2f}",
+        "reserved by torch": f"{max(step['stages'][0]['peak_bytes'] for step in run.steps) / GIB:.2f}",
         "host: estimated, GiB": f"{estimate.host_total / GIB:.1f}",
         "first two steps, s": ", ".join(f"{step:.1f}" for step in run.step_times_s()[:2]),
         "begins after, s": f"{run.first_step_s - run.steps[0]['step_time_s']:.0f}",

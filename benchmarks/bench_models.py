@@ -145,16 +145,16 @@ def peak_share(spec: ModelSpec, seq_len: int, tokens: int, precision: str, step_
 
 
 class RandomBatches:
-    """A source of batches whose tokens are random."""
+    """A source of batches whose tokens are random; `num_tokens`: different ones, by default the vocabulary's."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, num_tokens: int | None = None) -> None:
+        self._work, self._num_tokens = work, num_tokens or SIZES[work.size].vocab
 
     def train(self, step: int) -> StepBatch:
         """The batch of a step."""
         work = self._work
         count, generator = work.micro_batch * work.micro_batches, torch.Generator().manual_seed(step)
-        tokens = torch.randint(SIZES[work.size].vocab, (count, work.seq_len + 1), generator=generator)
+        tokens = torch.randint(self._num_tokens, (count, work.seq_len + 1), generator=generator)
         ids = torch.arange(count)
         labels = tokens[:, 1:].contiguous()
         return StepBatch(tokens[:, :-1].contiguous(), labels, ids, labels.numel(), "", work.micro_batch)
@@ -282,9 +282,9 @@ def measure(work: Work) -> dict[str, Any]:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def in_a_process(work: Work) -> dict[str, Any]:
-    """The same in a process of its own, which reports on stderr."""
-    command = [sys.executable, __file__, "--measure", json.dumps(asdict(work))]
+def in_a_process(work: Work, script: str = __file__) -> dict[str, Any]:
+    """The same in a process of its own, which reports on stderr; `script`: what is called with `--measure`."""
+    command = [sys.executable, script, "--measure", json.dumps(asdict(work))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {"error": f"ended with status {done.returncode}"}

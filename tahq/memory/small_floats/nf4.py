@@ -73,8 +73,8 @@ class Nf4Weight:
     @torch.no_grad()
     def copy_(self, values: torch.Tensor, /) -> None:
         """Code these values, of any float type and device."""
-        self.sum_of_bits = sum_of_bits(values.float())
         flat = (values.t() if self._is_transposed else values).reshape(-1).to(self.codes.device)
+        self.sum_of_bits = sum_of_bits(flat.float())  # whatever their order
         scales = torch.empty(len(self.codes), device=self.codes.device)
         for place, part in self._slabs():
             self.codes[place], scales[place] = _encode(flat[part])
