@@ -171,8 +171,15 @@ class Run:
         return [step["step_time_s"] for step in self.steps[settle:]]
 
 
-def launch(config: Mapping[str, Any] | Path, env: Mapping[str, str] = MappingProxyType({})) -> Run:
-    """Run a cluster.yaml, as users do, in a folder of its own; a run that fails ends the program."""
+def launch(
+    config: Mapping[str, Any] | Path,
+    env: Mapping[str, str] = MappingProxyType({}),
+    with_run: Callable[[Path], object] = lambda folder: None,
+) -> Run:
+    """Run a cluster.yaml, as users do, in a folder of its own; a run that fails ends the program.
+
+    `with_run` is called with the run's folder before it is removed.
+    """
     with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
         folder = Path(name)
         path = folder / "cluster.yaml"
@@ -194,6 +201,7 @@ def launch(config: Mapping[str, Any] | Path, env: Mapping[str, str] = MappingPro
             text = output.read()
         if status:
             sys.exit(f"tahq-launch ended with status {status}: {text[-2000:]}")
+        with_run(run)
         return Run(
             steps=[json.loads(line) for line in metrics.read_text().splitlines()],
             output=text,
