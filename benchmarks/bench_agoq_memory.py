@@ -20,12 +20,12 @@ from harness import Table, main
 
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.config import AgoqConfig
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update import StageUpdate
 

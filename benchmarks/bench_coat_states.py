@@ -33,11 +33,11 @@ from tahq.memory.coat.fp8_groups import (
     encode,
     moment_format,
 )
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 
 BATCH, SEQ_LEN = 16, 128
 RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP_NORM, WARM_UP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, 20

@@ -34,11 +34,12 @@ from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.stored_slice import build_slice
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.loss import summed_cross_entropy
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import low_rank_settings
 from tahq.pipeline.update import StageUpdate

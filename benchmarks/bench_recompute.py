@@ -20,12 +20,12 @@ from harness import Table, main, medians_in_turn, need_gpu
 from tahq.memory.config import EXACTLY_STORED, Recompute
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 
 SAMPLES = 4
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)

@@ -18,10 +18,11 @@ from harness import Table, main, milliseconds, need_gpu
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
-from tahq.models.slice import ModelSlice, Parts, build_slice
+from tahq.models.slice import ModelSlice, Parts
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 

@@ -14,12 +14,13 @@ from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.coat.fp8_flow import CoatBlock, use_fp8_flow
 from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config
 from tahq.memory.fp8_products import use_fp8_products
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import shared_copies, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 
 BLOCK = "model.layers.1"
 OPERATORS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear")

@@ -19,6 +19,7 @@ from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.families import FAMILIES
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange, divide
+from tahq.models.slice import slice_parameters
 from tahq.pipeline.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from tahq.quant import get_codec
@@ -210,15 +211,18 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, ch
         moments_nbytes=partial(optimizer_nbytes, training, moments=which),
         shards=config.shards,
         replicas=config.optimizer_shares,
+        num_forwards=training.num_forwards,
     )
 
 
 def check_layers(config: ClusterConfig, spec: ModelSpec) -> None:
     """Refuse what changes the layers of a block, for a family whose layers are not known; ModelError.
 
-    Also a loss of routers without routers, and low-rank experts.
+    Also adapters of layers that a block lacks, a loss of routers without routers, and low-rank experts.
     """
     router_loss_of(config.training.router_aux_loss, spec)
+    if spec.adapter is not None:
+        slice_parameters(spec, BlockRange(0, 1, spec.num_layers))  # allocates nothing
     if spec.layout.experts is not None and config.training.compile:
         raise ModelError(f"training.compile does not combine with experts ({spec.family}), whose products are tahq's")
     if spec.layout.experts is not None and config.training.is_low_rank:

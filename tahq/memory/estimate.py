@@ -60,6 +60,7 @@ class StepNumbers:
     moments_nbytes: Callable[[Iterable[tuple[int, ...]]], int] = lambda shapes: 0  # Of `optimizer_nbytes`, offloaded
     shards: Collection[Shard] = ()  # `memory.shard`
     replicas: int = 1  # that divide these
+    num_forwards: int = 1  # Of a micro-batch, DPO's reference included
     ahead_nbytes: int = 0  # Encoded activations that may wait for the next stage, or for this one, in a whole step
 
 
@@ -130,10 +131,11 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       more;
     - boundary: outputs kept for their backward, n · r·T·C (not the last stage), with r bytes per element of the
       residual stream; a received gradient (not the last) and one to send (not the first), 4·T·C each; n encoded frames,
-      or all of a step behind a stage that does not wait for gradients;
+      or all of a step behind a stage that does not wait for gradients; of DPO's reference, r·T·C each, an input (not
+      the first), and an output beside the tensor that both outputs are sent as (not the last);
     - workspace for one micro-batch: what of one block is computed again, `recomputed_by_block`; on the last stage
       `head_workspace`; with low-rank weights the largest decoded matrix of a block and its gradient, and with the
-      logits the head's; with weights in 4 bits `decoded_nbytes`; `fp32_gradient`; what is lent of the host's memory,
+      logits the head's; with adapters `decoded_nbytes`; `fp32_gradient`; what is lent of the host's memory,
       `OnHost.lent_to_blocks`, or if an update needs more, `OnHost.lent_to_update`; the largest gradient on its way to
       the replica that keeps the sum, and what replicas lend.
     """
@@ -339,10 +341,16 @@ def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     elements = numbers.shape.num_tokens * spec.hidden_size
-    outputs = 0 if blocks.last else numbers.in_flight * numbers.shape.residual_nbytes * elements
-    first = spec.first_trainable
-    gradients = (not blocks.last and not blocks.is_frozen(first)) + blocks.sends_gradient(first)
-    return outputs + gradients * _FP32 * elements + numbers.in_flight * numbers.frame_nbytes + numbers.ahead_nbytes
+    output, first = numbers.shape.residual_nbytes * elements, spec.first_trainable
+    outputs = 0 if blocks.last else numbers.in_flight * output
+    receives, sends = not blocks.last and not blocks.is_frozen(first), blocks.sends_gradient(first)
+    outputs += (numbers.num_forwards - 1) * (sends + 3 * receives) * output
+    return (
+        outputs
+        + (receives + sends) * _FP32 * elements
+        + numbers.in_flight * numbers.frame_nbytes
+        + numbers.ahead_nbytes
+    )
 
 
 def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
@@ -353,6 +361,6 @@ def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covere
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
     head = math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0
-    again += decoded_nbytes(spec, numbers.shape.element_nbytes) if len(blocks) else 0
+    again += decoded_nbytes(spec, numbers.shape.element_nbytes, numbers.shape.weight_nbytes) if len(blocks) else 0
     # The head's backward ends before a block is recomputed.
     return max(again + matrix * largest, logits + matrix * head)

@@ -1,4 +1,4 @@
-"""Slices of which parameters are stored elsewhere, or in 4 bits: the frozen base of QLoRA.
+"""Slices with their weights, which may be stored elsewhere, or in 4 bits: the frozen base of QLoRA.
 
 In 4 bits (`small_floats/nf4.py`) are the matrices of blocks, those of experts too, apart from routers and adapters.
 Such a parameter keeps its place, name and shape, but its own values are a single NaN; the weights are in its attribute
@@ -7,6 +7,7 @@ are coded one after the other as they are read, so that beside codes one matrix 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from tahq.memory.dry_blocks import kinds_of_blocks
 from tahq.memory.offload.host_part import copy_for_products, filled_weight, is_here, kept_values
 from tahq.memory.shares import Shape, is_block_matrix
 from tahq.memory.small_floats.nf4 import Nf4Weight
-from tahq.models.adapters.config import is_adapter
+from tahq.models.adapters.config import MAGNITUDE, is_adapter
 from tahq.models.adapters.lora import fill_magnitudes
 from tahq.models.deferred_gradients import is_linear
 from tahq.models.keyed_dropout import RandomContext
@@ -36,14 +37,22 @@ def _has_4_bits(spec: ModelSpec) -> bool:
     return spec.adapter is not None and spec.adapter.kind == "qlora"
 
 
-def decoded_nbytes(spec: ModelSpec, element_nbytes: int) -> int:
-    """Bytes of the largest matrix that a product decodes; 0 without any in 4 bits."""
-    if not _has_4_bits(spec):
+def decoded_nbytes(spec: ModelSpec, element_nbytes: int, weight_nbytes: int = 4) -> int:
+    """Bytes that the largest matrix of a block takes while it is decoded for a product, or while DoRA takes its norms.
+
+    Norms take W + s·B·A, s·B·A, and W where it is not in fp32 anyway: 4 bytes each per weight.
+    """
+    if spec.adapter is None:
         return 0
+    spec = replace(spec, adapter=spec.adapter.model_copy(update={"layers": None}))
     kinds, layers = kinds_of_blocks(spec), spec.num_layers
     firsts = [BlockRange(kinds.index(kind), kinds.index(kind) + 1, layers) for kind in set(kinds)]
-    shapes = [pair for blocks in firsts for pair in slice_parameters(spec, blocks).items()]
-    return element_nbytes * max((shape.numel() for name, shape in shapes if is_in_4_bits(spec, name, shape)), default=0)
+    shapes = {name: shape for blocks in firsts for name, shape in slice_parameters(spec, blocks).items()}
+    coded = [shape.numel() for name, shape in shapes.items() if is_in_4_bits(spec, name, shape)]
+    ends = f".{MAGNITUDE}.weight"
+    normed = [shapes[f"{name.removesuffix(ends)}.weight"].numel() for name in shapes if name.endswith(ends)]
+    num_fp32 = 3 if coded or weight_nbytes != 4 else 2
+    return max(element_nbytes * max(coded, default=0), 4 * num_fp32 * max(normed, default=0))
 
 
 def materialise(
@@ -67,7 +76,7 @@ def materialise(
     module.owns_products |= bool(packed)
 
 
-def build_stored_slice(
+def build_slice(
     spec: ModelSpec,
     blocks: BlockRange | Parts,
     *,
@@ -79,9 +88,15 @@ def build_stored_slice(
     matrices: torch.dtype = torch.float32,
     placed: Callable[[nn.Module], None] = lambda block: None,
 ) -> ModelSlice:
-    """`build_slice`, with parameters in 4 bits, or where `placed` puts them, such as `place_on_host`.
+    """Build a stage's slice, or any parts of a model, on `device`, in fp32, or matrices in `matrices` or in 4 bits.
 
-    Of what is placed elsewhere only one block's weights are on the device as a whole.
+    Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
+    `weights` False leaves those that are trained uninitialised, to be read from a checkpoint, which has no others.
+    `filled` is called with the number of elements of each parameter that has its values, `placed` with each block that
+    has memory, before the next one has; it may put the block's parameters elsewhere, as `place_on_host` does.
+
+    Raises:
+        ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
     """
     module = ModelSlice(spec, blocks, random, matrices)
     materialise(module, torch.device(device), placed)

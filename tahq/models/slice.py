@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tahq.errors import ModelError
 from tahq.models.adapters.config import is_adapter
-from tahq.models.adapters.lora import add_adapters, fill_magnitudes, initial_values, use_adapters
+from tahq.models.adapters.lora import add_adapters, initial_values, use_adapters
 from tahq.models.deferred_gradients import (
     DeferredGradients,
     WeightCopies,
@@ -398,36 +398,6 @@ def _made(module_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
             "check model.overrides or the folder's config.json"
         ) from error
     return module
-
-
-def build_slice(
-    spec: ModelSpec,
-    blocks: BlockRange | Parts,
-    *,
-    seed: int,
-    device: torch.device | str,
-    random: RandomContext,
-    weights: bool = True,
-    filled: Callable[[int], None] = lambda numel: None,
-    matrices: torch.dtype = torch.float32,
-    placed: Callable[[nn.Module], None] = lambda block: None,
-) -> ModelSlice:
-    """Build a stage's slice, or any parts of a model, on `device`, in fp32, or matrices in `matrices`.
-
-    Random weights depend on `seed`, the run's, and on each parameter's name only; `random` is read by keyed dropout.
-    `weights` False leaves those that are trained uninitialised, to be read from a checkpoint, which has no others.
-    `filled` is called with the number of elements of each parameter that has its values, `placed` with each block that
-    has memory, before the next one has.
-
-    Raises:
-        ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
-    """
-    model = ModelSlice(spec, blocks, random, matrices)
-    model.materialise(torch.device(device), placed)
-    parameters = model.canonical_parameters().items()
-    fill_weights(spec, {name: each for name, each in parameters if weights or not each.requires_grad}, seed, filled)
-    fill_magnitudes(model)
-    return model
 
 
 def fill_weights(

@@ -49,7 +49,7 @@ from tahq.memory.offload.host_memory import HostMemory
 from tahq.memory.offload.host_part import device_nbytes
 from tahq.memory.recompute import recompute
 from tahq.memory.shares import shares_of
-from tahq.memory.stored_slice import build_stored_slice
+from tahq.memory.stored_slice import build_slice
 from tahq.models.fused_attention import attend_in_chunks
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec, require_folder
@@ -212,7 +212,7 @@ def _slice(
         build: Callable[..., ModelSlice] = partial(build_low_rank_slice, settings=settings, placed=placed)
     else:
         placed = placed or (lambda block: None)
-        build = partial(build_stored_slice, matrices=matrix_dtype(config, device), placed=placed)
+        build = partial(build_slice, matrices=matrix_dtype(config, device), placed=placed)
     return build(spec, blocks, seed=seed, device=device, random=random, weights=weights, filled=filled)
 
 

@@ -11,7 +11,7 @@ from support.small_slices import MIDDLE, make_spec
 from tahq.memory.offload.host_part import kept_values
 from tahq.memory.recompute import recompute
 from tahq.memory.small_floats.nf4 import BLOCK, Nf4Weight, packed_weight
-from tahq.memory.stored_slice import build_stored_slice
+from tahq.memory.stored_slice import build_slice
 from tahq.models.adapters.config import AdapterConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice
@@ -23,7 +23,7 @@ CUDA = torch.device("cuda")
 def slice_of(kind: str, level: str) -> ModelSlice:
     spec = replace(make_spec("llama", hidden_size=320), adapter=AdapterConfig(kind=kind, rank=8))
     keys = {"seed": 0, "device": CUDA, "random": RandomContext(0), "matrices": torch.bfloat16}
-    module = build_stored_slice(spec, MIDDLE, **keys).train()
+    module = build_slice(spec, MIDDLE, **keys).train()
     for number, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
         parameter.data += 0.1 * normal(parameter.shape, seed=number).to(CUDA)
     recompute(module, level)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from support.runs import Run, finish, tiny, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 
 CONFIG = tiny(
     pipeline={"stages": 2},

@@ -166,6 +166,14 @@ def test_weights_of_a_folder_are_read(run, tmp_path):
     assert setup.start_step == 0
     assert all(torch.equal(p, run.weights[name]) for name, p in setup.model.parameters.items())
 
+    adapted = {**TWO_STAGES, "adapter": {"rank": 4, "dora": True}}
+    beside, own = (
+        open_setup(ProbeRequest(write_config(tmp_path, {**adapted, **model}), (), ("tah / raw",), weights=weights))
+        for model, weights in (({}, tmp_path / "hf"), ({"model": {"path": str(tmp_path / "hf")}}, None))
+    )
+    assert any(name.endswith("lora_magnitude_vector.weight") for name in beside.model.weights)
+    assert all(torch.equal(p, own.model.weights[name]) for name, p in beside.model.weights.items())
+
 
 def test_another_model_than_the_checkpoints_is_refused(run, probe):
     outcome = probe("--resume", "--set", f"run.dir={run.folder.parent}", "--set", "model.num_heads=4")

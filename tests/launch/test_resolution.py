@@ -49,6 +49,11 @@ def test_samples_are_no_longer_than_the_models_positions_unless_set(tmp_path):
     assert ClusterConfig.model_validate({**folder, "model": sizes}).data.seq_len == 100
 
 
+def test_adapters_of_layers_that_no_block_has_are_refused_before_workers_start():
+    with pytest.raises(ModelError, match=r"adapter\.targets: q_prj names no linear layer .* attn\.c_attn"):
+        resolve_for_run(configured(adapter={"targets": ["c_attn", "q_prj"]}))
+
+
 def load(*overrides: str) -> ClusterConfig:
     return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "emulate={}", *overrides])
 

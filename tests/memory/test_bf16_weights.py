@@ -7,10 +7,11 @@ from support.small_slices import MICRO_BATCH, MIDDLE, SEQ_LEN, VOCAB, gradients,
 from tahq.memory.agoq.stored_inputs import store_inputs
 from tahq.memory.config import READ_BF16_GRADIENTS, AgoqConfig
 from tahq.memory.recompute import recompute
+from tahq.memory.stored_slice import build_slice
 from tahq.models.deferred_gradients import DeferredGradients, set_gradient_dtype, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update import StageUpdate
 

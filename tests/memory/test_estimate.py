@@ -8,11 +8,11 @@ from tahq.memory.estimate import StageMemory, StepNumbers, stage_memory
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_block, saved_by_slice
 from tahq.memory.shares import shares_of
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import (
     OPTIMIZERS,

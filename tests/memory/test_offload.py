@@ -19,12 +19,12 @@ from tahq.memory.offload.blocks import offload_blocks, place_on_host
 from tahq.memory.offload.host_memory import HostBuffer, HostMemory
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape
-from tahq.memory.stored_slice import build_stored_slice
+from tahq.memory.stored_slice import build_slice
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice, sharing_copies_of
+from tahq.models.slice import sharing_copies_of
 from tahq.pipeline import update
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import optimizer_nbytes
@@ -85,7 +85,7 @@ class Trained:
             {"seed": 0, "device": self.device, "random": RandomContext(0)},
         )
         if which:
-            self.module = build_stored_slice(
+            self.module = build_slice(
                 *(spec, blocks),
                 **keys,
                 weights=True,

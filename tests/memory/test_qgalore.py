@@ -13,13 +13,13 @@ from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import LowRankEmbedding, build_low_rank_slice, low_rank_weights
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import LazyRule
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.export import export_folder
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 
 CPU = torch.device("cpu")
 PLAIN = {"weights": "fp32", "projections": "fp32", "states": "fp32"}

@@ -11,15 +11,13 @@ from support.small_slices import (
     MICRO_BATCH,
     MIDDLE,
     SEQ_LEN,
+    Watch,
     different,
     gradients,
     make_slice,
     make_spec,
     relative_distance,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tahq.memory.config import EXACTLY_STORED, Fp8Config, Recompute
 from tahq.memory.galore.low_rank_weight import LowRankSettings
@@ -120,31 +118,9 @@ def test_low_rank_weights_get_the_same_gradients(family, level):
     assert different(*projected) == []
 
 
-class _Watch(TorchDispatchMode):
-    """Storages that are allocated while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            is_tensor = isinstance(each, torch.Tensor) and each.device.type != "meta"
-            if is_tensor and each.untyped_storage()._cdata not in given:
-                reference = StorageWeakRef(each.untyped_storage())
-                self._seen[reference.cdata] = reference, each.untyped_storage().nbytes()
-        return result
-
-    def alive_nbytes(self) -> int:
-        gc.collect()
-        return sum(nbytes for reference, nbytes in self._seen.values() if not reference.expired())
-
-
 def kept_nbytes(module: ModelSlice, *, bf16: bool) -> int:
     """Bytes that are alive between forward and backward, without weights and what micro-batches share."""
-    watch, device = _Watch(), next(module.parameters()).device
+    watch, device = Watch(), next(module.parameters()).device
 
     def node() -> object:
         x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).to(device).requires_grad_()

@@ -23,13 +23,14 @@ from tahq.memory.saved_tensors import (
     deferred_by_slice,
     saved_by_slice,
 )
+from tahq.memory.stored_slice import build_slice
 from tahq.models.adapters.config import AdapterConfig
 from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sharing_weight_copies
 from tahq.models.families import FAMILIES
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice, sharing_copies_of
+from tahq.models.slice import ModelSlice, sharing_copies_of
 
 # With the pinned torch and transformers the counts are equal to the byte; another release may
 # save a mask or a statistic more, none of which is as large as 1 % of a block.

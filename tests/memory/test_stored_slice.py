@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from support.samples import normal
-from support.small_slices import MIDDLE, make_spec, saved_storages
+from support.small_slices import MIDDLE, Watch, make_spec, saved_storages
 
 from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.offload.host_part import device_nbytes, kept_values, sum_as_filled
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.memory.small_floats.nf4 import packed_weight
-from tahq.memory.stored_slice import build_stored_slice, decoded_nbytes, is_in_4_bits
+from tahq.memory.stored_slice import build_slice, decoded_nbytes, is_in_4_bits
 from tahq.models.adapters.config import AdapterConfig, is_adapter
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.experts.expert_products import is_router
@@ -27,7 +27,7 @@ FAMILIES = ("gpt2", "llama", "phi3", "qwen3_moe")
 def slice_of(family: str, kind: str, *, blocks=MIDDLE, matrices=torch.float32, **adapter) -> ModelSlice:
     spec = replace(make_spec(family), adapter=AdapterConfig(kind=kind, rank=4, **adapter))
     keys = {"seed": 0, "device": "cpu", "random": RandomContext(0), "matrices": matrices}
-    module = build_stored_slice(spec, blocks, **keys).train()
+    module = build_slice(spec, blocks, **keys).train()
     for number, (name, parameter) in enumerate(module.named_parameters()):
         if is_adapter(name) and parameter.ndim > 1:
             parameter.data += 0.1 * normal(parameter.shape, seed=number)
@@ -109,3 +109,15 @@ def test_fingerprint_of_the_base_is_that_of_the_weights_as_they_were_read():
     packed, whole = (slice_of("llama", kind) for kind in ("qlora", "lora"))
     for name, parameter in packed.named_parameters():
         assert torch.equal(sum_as_filled(parameter), sum_of_bits(whole.get_parameter(name).detach())), name
+
+
+@pytest.mark.parametrize("matrices", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "lora"), ("llama", "lora"), ("llama", "qlora")])
+def test_norms_of_dora_take_what_is_counted(family, kind, matrices):
+    module = slice_of(family, kind, matrices=matrices, dora=True, layers=[1])
+    with torch.no_grad(), Watch() as watch:
+        module(normal((1, 1, 64)))
+    counted = decoded_nbytes(module.spec, matrices.itemsize, matrices.itemsize)
+    assert counted <= watch.peak_nbytes < 1.2 * counted  # plain torch decodes with temporaries
+    plain = replace(module.spec, adapter=AdapterConfig(kind="lora", rank=4))
+    assert decoded_nbytes(plain, matrices.itemsize, matrices.itemsize) == 0

@@ -5,12 +5,13 @@ import pytest
 import torch
 from support.small_slices import EXPERTS
 
+from tahq.memory.stored_slice import build_slice
 from tahq.models import families
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 
 SEQ_LEN = 12
 VOCAB_SIZE = 61

@@ -9,11 +9,12 @@ from support.small_slices import MIDDLE, make_spec
 
 from tahq.errors import ModelError
 from tahq.memory.recompute import recompute
+from tahq.memory.stored_slice import build_slice
 from tahq.models.adapters.config import AdapterConfig, is_adapter
 from tahq.models.adapters.lora import adapted_layers, merged_weight
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 
 KINDS = {"lora": {}, "dora": {"dora": True}, "dropped": {"dora": True, "dropout": 0.2, "rslora": True}}
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

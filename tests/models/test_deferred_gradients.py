@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 
 LAYERS = 3
 FIRST, MIDDLE, LAST = (BlockRange(index, index + 1, LAYERS) for index in range(LAYERS))

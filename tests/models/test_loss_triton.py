@@ -13,12 +13,13 @@ from torch.nn import Parameter
 from tahq.memory.agoq.stored_gradients import gradient_of, store_gradient
 from tahq.memory.recompute import recompute
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_head, head_workspace, saved_by_head
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, accumulate_product, linear, product
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy, cross_entropy_of_rows
 from tahq.models.model_spec import ModelSpec, load_spec
-from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
+from tahq.models.slice import ModelSlice, Parts, sharing_copies_of
 
 pytestmark = on_device
 DIVISOR = 7.0

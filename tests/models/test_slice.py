@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from tahq.errors import ModelError
+from tahq.memory.stored_slice import build_slice
 from tahq.models import slice as slice_module
 from tahq.models.keyed_dropout import KeyedDropout, RandomContext
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice, random_weight, slice_parameters
+from tahq.models.slice import random_weight, slice_parameters
 
 from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE, build_all, parameters_of, whole_model
 

@@ -13,11 +13,11 @@ from support.inproc_transport import InprocPair, VirtualClock
 
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.errors import ConfigError, RemoteProtocolError
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 from tahq.pipeline.boundary import CodecTable
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.stage import Stage, StagePlan

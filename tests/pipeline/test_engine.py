@@ -1,24 +1,31 @@
 """The engine of one stage, driven by hand: what it computes, sends, and leaves behind."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from support import schedules
 from support.cuts import lossless_sides
+from support.small_slices import Watch
 
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
+from tahq.memory.estimate import StepNumbers, stage_memory
+from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.memory.stored_slice import build_slice
+from tahq.models.adapters.config import AdapterConfig
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import shared_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.loss import summed_cross_entropy
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
+from tahq.pipeline.config import DpoConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape, held_up_by_depth
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
@@ -52,11 +59,10 @@ def make_engine(
     return StageEngine(
         chunks={chunk: Chunk(module, incoming, outgoing, is_frozen=is_frozen, sends_gradient=sends_gradient)},
         actions=actions,
-        shape=SHAPE,
         batches=batches,
         random=module.random,
         device=torch.device("cpu"),
-        **options,
+        **{"shape": SHAPE, **options},
     )
 
 
@@ -99,6 +105,33 @@ def test_two_stages_in_turn_give_the_gradients_of_one_to_the_bit(batches, schedu
     parts = lower.canonical_parameters() | upper.canonical_parameters()
     for name, parameter in whole.canonical_parameters().items():
         assert torch.equal(parts[name].grad, parameter.grad), name
+
+
+def test_dpos_reference_takes_what_is_counted_beside_a_micro_batch(batches):
+    """Of a stage in the middle, when it hands over: an input, an output, and both outputs as one tensor."""
+    sizes = {"num_layers": 3, "hidden_size": SHAPE.hidden_size, "num_heads": 2}
+    spec = load_spec(ModelConfig(family="llama", **sizes), vocab_size=256, seq_len=8, adapter=AdapterConfig(rank=2))
+    forward, held = generate("gpipe", 1, 1).actions[0][:1], {}
+    for dpo in (None, DpoConfig()):
+        below, above = lossless_sides(), lossless_sides()
+        first, middle = (
+            build_slice(spec, BlockRange(n, n + 1, 3), seed=0, device="cpu", random=RandomContext(0)) for n in (0, 1)
+        )
+        make_engine(first, forward, batches, outgoing=below[0], dpo=dpo).run_step(0)
+        engine, watch = make_engine(middle, forward, None, below[1], above[0], dpo=dpo), Watch()
+        send = above[0].send
+
+        def sent(*args, send=send, watch=watch, dpo=dpo) -> bool:
+            held[dpo] = watch.alive_nbytes()
+            return send(*args)
+
+        above[0].send = sent
+        with watch:
+            engine.run_step(0)
+    numbers = StepNumbers(MicroBatchShape(2, 8), 1, lambda shapes: 0, 0)
+    counted = [stage_memory(spec, BlockRange(1, 2, 3), replace(numbers, num_forwards=n)).boundary for n in (1, 2)]
+    plain, with_reference = held.values()
+    assert with_reference - plain == counted[1] - counted[0] == 4 * 4 * 2 * 8 * SHAPE.hidden_size
 
 
 @pytest.mark.parametrize("frozen_layers", [1, 2])

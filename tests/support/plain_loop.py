@@ -24,10 +24,11 @@ from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.fp8_products import use_fp8_products
 from tahq.memory.shares import Share, shares_of
 from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
+from tahq.memory.stored_slice import build_slice
 from tahq.models.experts.load_balance import Balance, router_loss_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 from tahq.pipeline.boundary import codec_key
 from tahq.pipeline.update import learning_rate
 from tahq.quant import get_codec

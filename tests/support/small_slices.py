@@ -1,8 +1,12 @@
 """Blocks of small models, their gradients, and what autograd saves of them."""
 
+import gc
 from collections.abc import Callable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from support.samples import normal
 from tahq.memory.agoq.stored_inputs import store_inputs
@@ -10,12 +14,13 @@ from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.config import AgoqConfig, CoatConfig, Fp8Config, Recompute
 from tahq.memory.fp8_products import use_fp8_products
 from tahq.memory.recompute import recompute
+from tahq.memory.stored_slice import build_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
 
 MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
 EXPERTS = {
@@ -63,6 +68,35 @@ def make_slice(
     if fp8 is not None:
         use_fp8_products(module, fp8)
     return module
+
+
+class Watch(TorchDispatchMode):
+    """Storages that are allocated while it is entered, and the most bytes of them that were alive at once."""
+
+    peak_nbytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            is_tensor = isinstance(each, torch.Tensor) and each.device.type != "meta"
+            if is_tensor and each.untyped_storage()._cdata not in given:
+                reference = StorageWeakRef(each.untyped_storage())
+                self._seen[reference.cdata] = reference, each.untyped_storage().nbytes()
+        self.peak_nbytes = max(self.peak_nbytes, self._alive_nbytes())
+        return result
+
+    def alive_nbytes(self) -> int:
+        """Those of now."""
+        gc.collect()
+        return self._alive_nbytes()
+
+    def _alive_nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self._seen.values() if not reference.expired())
 
 
 def saved_storages(forward: Callable[[], object]) -> dict[int, torch.Tensor]:

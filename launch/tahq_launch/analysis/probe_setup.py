@@ -6,7 +6,7 @@ are the run's random ones or its folder's, those of another folder, or of the ru
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,7 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
 from tahq.errors import ConfigError, UserError, brief
-from tahq.memory.offload.host_part import filled_weight
-from tahq.memory.stored_slice import build_stored_slice
-from tahq.models.adapters.config import is_adapter
+from tahq.memory.stored_slice import build_slice
 from tahq.models.experts.load_balance import router_loss_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
@@ -130,18 +128,14 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         origin=start.cursor,
     )
     spec = resolved_spec(config, data.tokenizer.vocab_size)
-    model = _build_model(config, spec, device, with_weights=request.weights is None and start.reader is None)
+    if request.weights is not None:
+        found = FolderWeights.find(str(request.weights), spec.layout)
+        spec = replace(spec, folder=request.weights, path=str(request.weights), tied=HEAD_WEIGHT not in found.file_of)
+    model = _build_model(config, spec, device, with_weights=start.reader is None)
     update = _update(start, model, data.dataset)
     weights = f"from {spec.folder}" if spec.folder is not None else "random"
     if start.reader is not None:
         weights = f"the run's after {start_step} steps"
-    elif request.weights is not None:
-        weights = f"from {request.weights}"
-        found = FolderWeights.find(str(request.weights), spec.layout)
-        tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
-        found.read_into(
-            {name: filled_weight(each) for name, each in model.weights.items() if not is_adapter(name)}, tied
-        )
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)
 
 
@@ -177,9 +171,7 @@ def _start(request: ProbeRequest) -> _Start:
 def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *, with_weights: bool) -> CutModel:
     seed, random, matrices = config.run.seed, RandomContext(config.run.seed), matrix_dtype(config, device)
     slices = [
-        build_stored_slice(
-            spec, blocks, seed=seed, device=device, random=random, weights=with_weights, matrices=matrices
-        )
+        build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights, matrices=matrices)
         for blocks in block_ranges(config, spec)
     ]
     for chunk, part in enumerate(slices):

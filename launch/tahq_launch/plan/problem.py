@@ -362,7 +362,9 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     copies = shape.recompute == "block"  # which nothing else shares, see `stage_memory`
     largest, head = _decoded_elements(config, spec)
-    matrix, of_base = 2 * shape.element_nbytes, decoded_nbytes(spec, shape.element_nbytes)  # decoded, and its gradient
+    matrix = 2 * shape.element_nbytes  # decoded, and its gradient
+    of_base = decoded_nbytes(spec, shape.element_nbytes, shape.weight_nbytes)
+    of_reference = 4 * (config.training.num_forwards - 1) * shape.residual_nbytes * shape.num_tokens * spec.hidden_size
     deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
     heads = copied_by_head(spec, shape) if copies and not splits_backward else 0
     head_kept = saved_by_head(spec, shape)
@@ -379,7 +381,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_ba
         gradient += stage_memory(spec, blocks, _state_numbers(config, spec, 1)).gradients
 
     def workspace(nbytes: int) -> int:
-        return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update) + of_one_block
+        return max(nbytes + gradient + host.lent_to_blocks, host.lent_to_update) + of_one_block + of_reference
 
     return HeldBytes(
         block=saved,

@@ -167,9 +167,7 @@ def initial_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill_magnitudes(
-    tree: nn.Module, values_of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter.detach()
-) -> None:
+def fill_magnitudes(tree: nn.Module, values_of: Callable[[nn.Parameter], torch.Tensor]) -> None:
     """Give DoRA's m the norms of the weights' rows, once the weights have their values."""
     for _, layer in adapted_layers(tree):
         if hasattr(layer, MAGNITUDE):
