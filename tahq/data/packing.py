@@ -4,8 +4,11 @@ Best fit decreasing: records are placed longest first, each in the row with the 
 depend on the lengths alone; each epoch has the same rows in another order.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 I64 = npt.NDArray[np.int64]
 
@@ -35,3 +38,21 @@ def packed_rows(lengths: I64, capacity: int) -> list[list[int]]:
             with_room[left].append(row)
             rooms |= 1 << left
     return sorted(map(sorted, rows))
+
+
+def begins_of(positions: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+    """A bit per token [B, S], set where a record begins in a row of several, uint8; each row padded to whole bytes.
+
+    `positions`: of each token in its record; None: rows are one record each.
+    """
+    is_begin = np.zeros(shape, dtype=bool) if positions is None else positions.cpu().numpy() == 0
+    return torch.from_numpy(np.packbits(is_begin, axis=1).reshape(-1))
+
+
+def positions_of(begins: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """The inverse of `begins_of`: positions, int64 [B, S]."""
+    is_begin = np.unpackbits(begins.numpy().reshape(shape[0], -1), axis=1, count=shape[1]).astype(bool)
+    if not is_begin.any():
+        return None
+    at = np.arange(shape[1])
+    return torch.from_numpy(at - np.maximum.accumulate(np.where(is_begin, at, 0), axis=1))

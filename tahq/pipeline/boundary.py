@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from tahq.comm.link.frame import EVALUATING, VOID, Direction, Frame, LogicalId, Purpose, void_frame
+from tahq.comm.link.frame import VOID, Direction, Frame, LogicalId, Purpose, void_frame
 from tahq.comm.transport import Transport
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.pipeline.spans import Stopwatch
@@ -156,7 +155,6 @@ class Boundary:
         stopwatch: measures encoding, decoding and waiting.
         peer: stage at the other end, for the name of the waiting time (`wait:2`).
         measure_every: steps between measurements of the codec's error on the first micro-batch sent; None: never.
-        sends_positions: whether activations carry `positions`: a bit per token, set where a record begins.
     """
 
     def __init__(
@@ -168,13 +166,7 @@ class Boundary:
         stopwatch: Stopwatch,
         peer: int | None = None,
         measure_every: int | None = None,
-        *,
-        sends_positions: bool = False,
     ) -> None:
-        self.positions: dict[LogicalId, torch.Tensor] = {}
-        """Of the tokens in their records, int64 [B, S], by activation, to be sent with it or received with it; none for
-        rows that are one record each."""
-        self._sends_positions = sends_positions
         self.transport = transport
         self.codecs = codecs
         self.name = identity.name
@@ -188,8 +180,8 @@ class Boundary:
         self._errors: list[ErrorSample] = []
         self._posted: dict[LogicalId, tuple[tuple[int, tuple[int, ...], torch.dtype], int]] = {}
         self._arrived: dict[LogicalId, Frame] = {}
-        self._beside: dict[LogicalId, torch.Tensor] = {}
-        """Numbers that go with a tensor: attached to one to send, or decoded and not taken yet."""
+        self._attached: dict[LogicalId, list[torch.Tensor]] = {}
+        """What goes with a tensor: to be sent, or arrived and not taken yet."""
 
     def take_errors(self) -> list[ErrorSample]:
         """Errors measured since the last call."""
@@ -197,12 +189,12 @@ class Boundary:
         return errors
 
     def attach(self, id: LogicalId, numbers: torch.Tensor) -> None:
-        """Send these fp32 numbers, on this side's device, as they are behind the tensor of this id."""
-        self._beside[id] = numbers
+        """Send these numbers, on any device, as they are behind the tensor of this id, and what was attached before."""
+        self._attached.setdefault(id, []).append(numbers)
 
     def take_attached(self, id: LogicalId) -> torch.Tensor:
-        """The numbers that came with a decoded tensor."""
-        return _used_here(self._beside.pop(id))
+        """The bytes that came behind a decoded tensor, uint8 on the CPU."""
+        return torch.cat(self._attached.pop(id, [torch.empty(0, dtype=torch.uint8)]))
 
     def send(self, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None = None) -> bool:
         """Encode a tensor, [B, S, C] or a tied gradient, and queue it for sending; returns whether all of it is finite.
@@ -233,26 +225,20 @@ class Boundary:
             encoded = codec.encode(tensor, **self._codec_arguments(codec, id, sample_ids))
             payload = _at(self.transport.payload_device, encoded)
             finite = not codec.has_non_finite(payload)
-            if nbytes := self._positions_nbytes(id, tensor.shape):
-                starts = _starts(self.positions.pop(id, None), nbytes)
-                payload = torch.cat([payload, starts.to(payload.device)])
         return Frame(id, index, tensor.dtype, tuple(tensor.shape), payload), finite
 
     def decoded(self, frame: Frame, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
         """The tensor of a frame of `encoded`, as its receivers decode it."""
-        num_codes = max(0, frame.payload.numel() - self._positions_nbytes(frame.id, frame.shape))
-        codec, payload = self.codecs.codecs[frame.codec], frame.payload[:num_codes].to(self._device, non_blocking=True)
+        codec, payload = self.codecs.codecs[frame.codec], frame.payload.to(self._device, non_blocking=True)
         return codec.decode(payload, frame.shape, frame.dtype, **self._codec_arguments(codec, frame.id, sample_ids))
 
     def post(
-        self, id: LogicalId, shape: tuple[int, ...], dtype: torch.dtype = BOUNDARY_DTYPE, num_attached: int = 0
+        self, id: LogicalId, shape: tuple[int, ...], dtype: torch.dtype = BOUNDARY_DTYPE, attached_nbytes: int = 0
     ) -> None:
-        """Post a receive, so that its frame is accepted whenever it arrives; with so many numbers attached."""
+        """Post a receive, so that its frame is accepted whenever it arrives; with so many bytes attached."""
         index = self.codecs.index(id.purpose, id.direction, id.step)
-        self._posted[id] = (index, shape, dtype), num_attached
-        nbytes = self.codecs.codecs[index].encoded_nbytes(shape) + self._positions_nbytes(id, shape)
-        nbytes += num_attached * BOUNDARY_DTYPE.itemsize
-        self.transport.expect(id, nbytes)
+        self._posted[id] = (index, shape, dtype), attached_nbytes
+        self.transport.expect(id, self.codecs.codecs[index].encoded_nbytes(shape) + attached_nbytes)
 
     def receive(
         self, id: LogicalId, sample_ids: Sequence[int] | None = None, waiting: str | None = None
@@ -278,7 +264,7 @@ class Boundary:
 
     def decode(self, frame: Frame, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
         """The tensor of a frame; arguments and errors as of `receive`."""
-        got, (expected, num_attached) = (frame.codec, frame.shape, frame.dtype), self._posted.pop(frame.id)
+        got, (expected, attached_nbytes) = (frame.codec, frame.shape, frame.dtype), self._posted.pop(frame.id)
         if frame.codec == VOID:
             raise StepAbandonedError
         if got != expected:
@@ -287,37 +273,27 @@ class Boundary:
                 f"shape, dtype) {got}, expected {expected}; run the same version of tahq on both hosts"
             )
         with self._stopwatch.measure("decode", frame.id):
-            frame = self._without_attached(frame, num_attached)
-            tensor = self.decoded(frame, sample_ids)
-            nbytes = self._positions_nbytes(frame.id, frame.shape)
-            if nbytes and (positions := _positions(frame.payload[-nbytes:].cpu(), frame.shape)) is not None:
-                self.positions[frame.id] = positions
-            return tensor
+            return self.decoded(self._without_attached(frame, attached_nbytes), sample_ids)
 
     def _with_attached(self, frame: Frame) -> Frame:
-        numbers = self._beside.pop(frame.id, None)
-        if numbers is None:
+        parts = [_used_here(part).flatten().view(torch.uint8) for part in self._attached.pop(frame.id, ())]
+        if not parts:
             return frame
-        behind = _at(self.transport.payload_device, _used_here(numbers).flatten().view(torch.uint8))
-        return replace(frame, payload=torch.cat((frame.payload, behind)))
+        behind = [_at(self.transport.payload_device, part) for part in parts]
+        return replace(frame, payload=torch.cat((frame.payload, *behind)))
 
-    def _without_attached(self, frame: Frame, num_attached: int) -> Frame:
-        if not num_attached:
+    def _without_attached(self, frame: Frame, nbytes: int) -> Frame:
+        if not nbytes:
             return frame
-        size = frame.payload.numel() - num_attached * BOUNDARY_DTYPE.itemsize
+        size = frame.payload.numel() - nbytes
         if size < 0:
             raise RemoteProtocolError(
                 f"cut {frame.id.cut}: step {frame.id.step}, micro-batch {frame.id.micro_batch} arrived with "
-                f"{frame.payload.numel()} bytes, expected {num_attached} numbers behind a tensor; run the same version "
-                "of tahq on both hosts"
+                f"{frame.payload.numel()} bytes, expected {nbytes} behind a tensor; run the same version of tahq on "
+                "both hosts"
             )
-        self._beside[frame.id] = frame.payload[size:].clone().view(BOUNDARY_DTYPE).to(self._device)
+        self._attached[frame.id] = [frame.payload[size:].cpu()]
         return replace(frame, payload=frame.payload[:size])
-
-    def _positions_nbytes(self, id: LogicalId, shape: Sequence[int]) -> int:
-        """Bytes behind an activation's codes: those of the bits of each row's positions."""
-        is_activation = id.direction is Direction.FORWARD and id.purpose in (Purpose.TRAIN, *EVALUATING)
-        return shape[0] * -(-shape[1] // 8) if self._sends_positions and is_activation else 0
 
     def codec_ends(self, block: int, *, is_incoming: bool) -> list[CodecEnd]:
         """This side's ends of the codecs that remember samples, at the cut behind `block` blocks of the model.
@@ -360,22 +336,6 @@ def _used_here(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
-
-
-def _starts(positions: torch.Tensor | None, nbytes: int) -> torch.Tensor:
-    """A bit per token, set where a record begins in a row of several; each row padded to whole bytes."""
-    if positions is None:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-    return torch.from_numpy(np.packbits(positions.cpu().numpy() == 0, axis=1).reshape(-1))
-
-
-def _positions(starts: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """The inverse of `_starts`."""
-    is_start = np.unpackbits(starts.numpy().reshape(shape[0], -1), axis=1, count=shape[1]).astype(bool)
-    if not is_start.any():
-        return None
-    at = np.arange(shape[1])
-    return torch.from_numpy(at - np.maximum.accumulate(np.where(is_start, at, 0), axis=1))
 
 
 def _relative_error(decoded: torch.Tensor, x: torch.Tensor) -> float:

@@ -25,8 +25,9 @@ from typing import TypeVar
 
 import torch
 
-from tahq.comm.link.frame import Direction, Purpose
+from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.data.batches import BatchSource, StepBatch
+from tahq.data.packing import begins_of, positions_of
 from tahq.data.sample_order import SampleOrder
 from tahq.memory.agoq.stored_gradients import scale_gradients
 from tahq.memory.galore.qgalore import low_rank_weights
@@ -103,6 +104,13 @@ class StepShape:
     seq_len: int
     hidden_size: int
     replicas: int = 1
+    is_packed: bool = False
+    """Whether a bit per token, set where a record begins, travels with activations."""
+
+    @property
+    def begins_nbytes(self) -> int:
+        """Bytes of these bits, see `begins_of`."""
+        return self.micro_batch * -(-self.seq_len // 8) if self.is_packed else 0
 
     @property
     def boundary(self) -> tuple[int, int, int]:
@@ -307,46 +315,51 @@ class StageEngine:
         if chunk.incoming is None:
             tokens, _ = _given(step.batch).micro_batch(number)
             x, positions = tokens.to(self.device, non_blocking=True), _given(step.batch).micro_batch_positions(number)
-            of_reference = x
+            of_reference, numbers = x, None
         else:
             x, of_reference = (part.to(chunk.residual) for part in self._divided(self._take(step)))
             x.requires_grad_(chunk.sends_gradient)
             id = chunk.incoming.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.FORWARD)
-            positions = chunk.incoming.positions.pop(id, None)
+            positions, numbers = self._attached(chunk.incoming, id)
         if step.is_abandoned:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, None)
             return
         labels = self._labels(step.batch, number) if chunk.outgoing is None else None
         reference = self._reference(chunk, of_reference, positions, labels, action)
         chunk.module.deferred = step.deferred.setdefault(key, DeferredGradients()) if key in self._split else None
-        balance = chunk.module.balance = self._balance(step, chunk, action.micro_batch)
+        balance = chunk.module.balance = self._balance(numbers)
         place = divmod(number, self.shape.num_micro_batches // self.shape.replicas)  # where all replicas compute
         self.random.at(step.number, *place, int(Purpose.TRAIN))
         with self.stopwatch.measure("forward", action), torch.set_grad_enabled(not chunk.is_frozen):
             y = chunk.compute(x, positions, autocast=self.autocast)
             if chunk.outgoing is None:
                 y = self._loss(step, chunk, y, _given(labels), reference)
-            elif positions is not None:
-                id = chunk.outgoing.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.FORWARD)
-                chunk.outgoing.positions[id] = positions
         if not chunk.is_frozen:
             step.in_flight[key] = (x, y, balance)
         if balance is not None and (chunk.outgoing is None or not balance.loss.is_pooled):
             step.router_losses.append(balance.value())
-        self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, _joined(y, reference), balance)
+        self._send(
+            step, chunk.outgoing, Direction.FORWARD, action.micro_batch, _joined(y, reference), balance, positions
+        )
         if chunk.is_frozen:  # else micro-batches in flight are the bound on outputs that are not encoded yet
             self.lanes.pace()
 
-    def _balance(self, step: _Step, chunk: Chunk, micro_batch: int) -> Balance | None:
-        """The load of experts that a forward adds to: of a pooled loss, to that of the layers before."""
+    def _balance(self, numbers: torch.Tensor | None) -> Balance | None:
+        """The load of experts that a forward adds to: of a pooled loss, to that of the layers before, `numbers`."""
         if self.router_loss is None:
             return None
         scale, tokens = self.gradient_scale / self.shape.num_micro_batches, math.prod(self.shape.boundary[:2])
         balance = self.router_loss.begin(tokens, scale, self.device)
-        if chunk.incoming is not None and self.router_loss.is_pooled:
-            name = chunk.incoming.name(step.number, Purpose.TRAIN, micro_batch, Direction.FORWARD)
-            balance.sums = chunk.incoming.take_attached(name).view_as(balance.sums)
+        if numbers is not None and self.router_loss.is_pooled:
+            balance.sums = numbers.view_as(balance.sums)
         return balance
+
+    def _attached(self, boundary: Boundary, id: LogicalId) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What came with a tensor: positions, if its rows have several records, and the numbers of experts."""
+        attached = boundary.take_attached(id)
+        nbytes = self.shape.begins_nbytes if id.direction is Direction.FORWARD and len(attached) else 0
+        positions = positions_of(attached[:nbytes], self.shape.boundary[:2]) if nbytes else None
+        return positions, attached[nbytes:].clone().view(BOUNDARY_DTYPE).to(self.device)
 
     def _take(self, step: _Step) -> torch.Tensor:
         """What comes next; empty, and the step is abandoned, if it does not come."""
@@ -417,7 +430,7 @@ class StageEngine:
             balance.totals = balance.sums[0]
             if chunk.outgoing is not None:
                 name = chunk.outgoing.name(step.number, Purpose.TRAIN, action.micro_batch, Direction.BACKWARD)
-                balance.totals = chunk.outgoing.take_attached(name)
+                _, balance.totals = self._attached(chunk.outgoing, name)
         if step.spent is not None:  # its graph is freed in another thread while this backward runs without the GIL
             self.lanes.drop(step.spent)
             step.spent = None
@@ -442,17 +455,24 @@ class StageEngine:
         micro_batch: int,
         tensor: torch.Tensor | None,
         balance: Balance | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """Send a tensor over a cut, in fp32, or (None) that there is none; nothing at the ends of the model."""
         if boundary is None:
             return
         tensor = None if tensor is None else tensor.to(BOUNDARY_DTYPE)
         id = boundary.name(step.number, Purpose.TRAIN, micro_batch, direction)
+        if tensor is not None:
+            self._attach_positions(boundary, id, positions)
         if balance is not None and balance.loss.is_pooled:
             numbers = balance.sums if direction is Direction.FORWARD else balance.totals
             assert numbers is not None, "the backward has begun"
             boundary.attach(id, numbers)
         self.lanes.send(boundary, id, tensor, step.sample_ids[micro_batch] if step.sample_ids is not None else None)
+
+    def _attach_positions(self, boundary: Boundary, id: LogicalId, positions: torch.Tensor | None) -> None:
+        if self.shape.is_packed and id.direction is Direction.FORWARD:
+            boundary.attach(id, begins_of(positions, self.shape.boundary[:2]))
 
     def _post_receives(self) -> list[Receive]:
         """Post the receives of the whole step, in the order in which its actions take them."""
@@ -464,9 +484,10 @@ class StageEngine:
                 continue
             direction = Direction.FORWARD if is_forward else Direction.BACKWARD
             id = boundary.name(step.number, Purpose.TRAIN, action.micro_batch, direction)
-            num_attached = 0 if self.router_loss is None else self.router_loss.num_sent[direction]
+            nbytes = 0 if self.router_loss is None else BOUNDARY_DTYPE.itemsize * self.router_loss.num_sent[direction]
+            nbytes += self.shape.begins_nbytes if is_forward else 0
             shape = self._received_shape(chunk) if is_forward else self.shape.boundary
-            boundary.post(id, shape, num_attached=num_attached)
+            boundary.post(id, shape, attached_nbytes=nbytes)
             sample_ids = step.sample_ids[action.micro_batch] if step.sample_ids is not None else None
             waiting = "wait:memory" if action in self._held_up else boundary.waiting
             receives.append(Receive(boundary, id, sample_ids, waiting))
@@ -516,7 +537,7 @@ class StageEngine:
             if chunk.incoming is not None:
                 for index in range(num_all * count):
                     id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
-                    chunk.incoming.post(id, self._received_shape(chunk))
+                    chunk.incoming.post(id, self._received_shape(chunk), attached_nbytes=self.shape.begins_nbytes)
         sums = [(0, 0.0, 0.0)] * num_sets
         activity = "evaluating" if purpose is Purpose.EVAL else "evaluating without codecs"
         for number in range(num_all):
@@ -543,14 +564,13 @@ class StageEngine:
             else:
                 id = chunk.incoming.name(step, purpose, index, Direction.FORWARD)
                 x, of_reference = self._divided(chunk.incoming.receive(id))
-                positions = chunk.incoming.positions.pop(id, None)
+                positions, _ = self._attached(chunk.incoming, id)
             labels = self._labels(batch, micro_batch) if chunk.outgoing is None else None
             reference = self._reference(chunk, of_reference, positions, labels)
             y = chunk.compute(x, positions, autocast=self.autocast)
             if chunk.outgoing is not None:
                 id = chunk.outgoing.name(step, purpose, index, Direction.FORWARD)
-                if positions is not None:
-                    chunk.outgoing.positions[id] = positions
+                self._attach_positions(chunk.outgoing, id, positions)
                 chunk.outgoing.send(id, _joined(y, reference).to(BOUNDARY_DTYPE))
             elif reference is not None:
                 loss, rewards = self._preferences(chunk, y, _given(labels), reference)

@@ -129,7 +129,7 @@ class Stage:
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
         sizes = training.num_micro_batches, training.rows, plan.seq_len, self._module.spec.hidden_size
-        self._shape = StepShape(*sizes, plan.pipeline.replicas)
+        self._shape = StepShape(*sizes, plan.pipeline.replicas, plan.may_be_packed)
         scale, is_decayed = self._shape.gradient_scale, self._module.is_decayed
         self._shares: dict[str, Share] = {}
         for module in modules.values() if plan.shards else ():
@@ -334,7 +334,7 @@ class Stage:
         identity = CutIdentity(self.plan.run, self.plan.seed, cut, self.plan.replica)
         codecs, follow = CodecTable(self.plan.wire), self.plan.wire.follow
         every = follow.guard.measure_every if follow is not None and follow.guard.max_error is not None else None
-        return self._link_boundary(ends, identity, codecs, every, sends_positions=self.plan.may_be_packed)
+        return self._link_boundary(ends, identity, codecs, every)
 
     def _link_boundary(
         self,
@@ -342,12 +342,9 @@ class Stage:
         identity: CutIdentity,
         codecs: CodecTable,
         every: int | None = None,
-        *,
-        sends_positions: bool = False,
     ) -> Boundary:
         transport, peer = self._transports[ends.link], ends.other(self.plan.stage)
-        places = (self._device, self.stopwatch, peer, every)
-        return Boundary(transport, identity, codecs, *places, sends_positions=sends_positions)
+        return Boundary(transport, identity, codecs, self._device, self.stopwatch, peer, every)
 
     def _replica_boundaries(self, autocast: torch.dtype | None) -> dict[int, Boundary]:
         """The links to the other replicas of this stage, by replica."""

@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import RecordDataset, shown_samples
-from tahq.data.packing import packed_rows
+from tahq.data.packing import begins_of, packed_rows, positions_of
 from tahq.data.tokenizer import BytesTokenizer
 
 PAIRS = [{"prompt": f"{number}", "response": "abcdefghij"[: 1 + number % 9]} for number in range(60)]
@@ -76,3 +77,16 @@ def test_packed_samples_are_shown_one_by_one(load):
     assert shown_samples(dataset, BytesTokenizer()) == ["⟦0⟧a\0", "⟦9⟧a\0", "⟦1⟧ab\0"]
     rows = dataset.num_train_samples
     assert dataset.summary.startswith(f"60 records to train on in {rows} rows of 16 tokens, of which 9")
+
+
+@pytest.mark.parametrize("length", [8, 11])
+def test_positions_come_back_from_a_bit_per_token(length):
+    positions = torch.arange(length).repeat(2, 1)
+    positions[0, 3:] = torch.arange(length - 3)
+    positions[0, -1] = 0
+    begins = begins_of(positions, positions.shape)
+    assert begins.nbytes == 2 * -(-length // 8)
+    assert torch.equal(positions_of(begins, positions.shape), positions)
+    alone = begins_of(None, positions.shape)
+    assert alone.shape == begins.shape
+    assert positions_of(alone, positions.shape) is None

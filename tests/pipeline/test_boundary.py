@@ -2,7 +2,6 @@
 
 import logging
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -78,52 +77,34 @@ def test_frame_that_differs_from_the_plan_is_refused(sides, codec, shape, dtype)
 def test_attached_numbers_arrive_as_they_are_behind_a_coded_tensor(sides, direction):
     sender, receiver = sides if direction is FORWARD else sides[::-1]
     id, numbers = IDENTITY.name(4, Purpose.TRAIN, 2, direction), torch.tensor([[1e-30, 3.0], [math.pi, -7.0]])
-    receiver.post(id, SHAPE, num_attached=4)
+    receiver.post(id, SHAPE, attached_nbytes=19)
+    sender.attach(id, torch.tensor([1, 2, 255], dtype=torch.uint8))
     sender.attach(id, numbers)
     sender.send(id, noise())
     spec = "tah" if direction is FORWARD else "fixed:bits=8,round=stochastic"
     assert torch.equal(receiver.receive(id), decoded(spec, noise(), id))
-    assert torch.equal(receiver.take_attached(id), numbers.flatten())
+    attached = receiver.take_attached(id)
+    assert attached[:3].tolist() == [1, 2, 255]
+    assert torch.equal(attached[3:].clone().view(torch.float32), numbers.flatten())
+    assert receiver.take_attached(id).numel() == 0
     (sent,) = (stats for stats in sender.transport.take_stats() if stats.frames)
-    assert sent.payload_bytes == sender.codecs.codecs[1 + direction].encode(noise(), key=0).numel() + 16
+    assert sent.payload_bytes == sender.codecs.codecs[1 + direction].encode(noise(), key=0).numel() + 19
 
 
 def test_a_frame_too_short_for_its_attached_numbers_is_refused(sides):
     lower, upper = sides
-    upper.post(FIRST, SHAPE, num_attached=4)
+    upper.post(FIRST, SHAPE, attached_nbytes=16)
     lower.transport.send(Frame(FIRST, 1, torch.float32, SHAPE, torch.zeros(15, dtype=torch.uint8)))
-    with pytest.raises(RemoteProtocolError, match="with 15 bytes, expected 4 numbers behind a tensor; run the same"):
+    with pytest.raises(RemoteProtocolError, match="with 15 bytes, expected 16 behind a tensor; run the same"):
         upper.receive(FIRST)
 
 
 def test_a_tensor_whose_numbers_are_missing_is_refused(sides):
     lower, upper = sides
-    upper.post(FIRST, SHAPE, num_attached=4)
+    upper.post(FIRST, SHAPE, attached_nbytes=16)
     lower.send(FIRST, noise())
     with pytest.raises(CodecError):
         upper.receive(FIRST)
-
-
-POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 0], list(range(11))])
-
-
-@pytest.mark.parametrize(("purpose", "spec"), [(Purpose.TRAIN, "tah"), (Purpose.EVAL_RAW, "raw:dtype=fp32")])
-def test_activation_of_packed_rows_carries_positions_and_others_do_not(purpose, spec):
-    lower, upper = cut_sides(lambda: codec_table("tah", "eden"), sends_positions=True)
-    x, (packed, whole, cut) = noise(shape=(2, 11, 64)), (IDENTITY.name(0, purpose, n, FORWARD) for n in range(3))
-    lower.positions[packed] = POSITIONS
-    for number, id in enumerate((packed, whole)):
-        got = cross(lower, upper, x, purpose=purpose, micro_batch=number)
-        assert torch.equal(got, decoded(spec, x, id))
-    assert lower.positions == {}
-    assert upper.positions.keys() == {packed}
-    assert torch.equal(upper.positions[packed], POSITIONS)
-    cross(upper, lower, x, direction=BACKWARD)
-    upper.post(cut, tuple(x.shape))
-    frame, _ = lower.encoded(cut, x)
-    lower.transport.send(replace(frame, payload=frame.payload[:3]))
-    with pytest.raises(CodecError):
-        upper.receive(cut)
 
 
 def test_codec_keys_depend_on_everything_but_the_run():

@@ -183,8 +183,10 @@ def test_packed_step_has_the_loss_and_gradients_of_its_records_alone_and_the_cut
     config = DataConfig(records=str(tmp_path / "pairs.jsonl"), seq_len=SHAPE.seq_len, packing=True, validation=0.2)
     dataset = load_dataset(config, load_tokenizer(config))
     packed = BatchSource(dataset, seed=0, global_batch=6, micro_batch=2)
-    cuts = lossless_sides(sends_positions=True)
-    upper_engine = make_engine(make_slice(1, LAYERS), generate("gpipe", 2, 3).actions[1], packed, incoming=cuts[1])
+    cuts, shape = lossless_sides(), replace(SHAPE, is_packed=True)
+    upper_engine = make_engine(
+        make_slice(1, LAYERS), generate("gpipe", 2, 3).actions[1], packed, incoming=cuts[1], shape=shape
+    )
     evaluated = []
 
     def before(step: int, action: Action) -> None:
@@ -192,7 +194,7 @@ def test_packed_step_has_the_loss_and_gradients_of_its_records_alone_and_the_cut
             evaluated.append(upper_engine.run_step(step))
 
     lower_engine = make_engine(
-        make_slice(0, 1), generate("gpipe", 2, 3).actions[0], packed, outgoing=cuts[0], on_action=before
+        make_slice(0, 1), generate("gpipe", 2, 3).actions[0], packed, outgoing=cuts[0], on_action=before, shape=shape
     )
     lower_engine.run_step(0)
     batch, reference = packed.train(0), make_slice(0, LAYERS)
