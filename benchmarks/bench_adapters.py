@@ -10,12 +10,11 @@ clipping. Adapters begin alike, and all see the same tokens, of which 64 differe
 
 *Recompute*: `block` is `memory.recompute`, and transformers' gradient checkpointing. *Apart*: the largest difference
 from peft's loss of the same step, with the same weights and recompute, nats per token; with `--precision fp32` rounding
-alone makes it. *Peak*: most that torch's allocator had allocated in training; *loading*: until then. *Estimated* is the
-dry run's figure. Where peft or bitsandbytes is missing, the row says so. Each row is a process of its own.
+alone makes it. *Peak*: most that torch's allocator had allocated in training. *Estimated* is the dry run's figure.
+Where peft or bitsandbytes is missing, the row says so. Each row is a process of its own.
 """
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_models import SIZES, WARM_STEPS, RandomBatches, Step, Work, in_a_process, timed
+from bench_models import SIZES, WARM_STEPS, RandomBatches, Step, Work, in_a_process, loop_step, timed
 from harness import Table, main, need_gpu
 from option_training import only_stage, train_step
 from torch.nn import functional
@@ -54,15 +53,10 @@ class Training(Work):
     recompute: str = "none"
     precision: str = "bf16"
 
-    @property
-    def kind(self) -> str:
-        """lora or qlora."""
-        return self.variant.partition("-")[2]
-
     def adapted(self) -> ClusterConfig:
         """A cluster.yaml of one stage with the folder's model and adapters."""
         sections = self.sections({"memory.recompute": self.recompute}, precision=self.precision, lr=LR)
-        sections |= {"model": {"path": self.folder}, "adapter": {"kind": self.kind, "rank": RANK}}
+        sections |= {"model": {"path": self.folder}, "adapter": {"kind": self.variant[5:], "rank": RANK}}
         sections["data"]["tokenizer"] = "bytes"
         config = ClusterConfig.model_validate(sections)
         return with_memory_choices(config, resolved_spec(config, None))
@@ -81,7 +75,7 @@ def peft_step(work: Training, device: torch.device) -> Step:
 
     config, keys = work.adapted(), dict[str, Any]()
     dtype = torch.float32 if work.precision == "fp32" else torch.bfloat16
-    if work.kind == "qlora":
+    if work.variant[5:] == "qlora":
         names = ("load_in_4bit", "bnb_4bit_use_double_quant")
         types = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
         keys["quantization_config"] = BitsAndBytesConfig(**dict.fromkeys(names, True), **types)
@@ -97,50 +91,37 @@ def peft_step(work: Training, device: torch.device) -> Step:
             parameter.copy_(initial_values(name, parameter.shape, config.run.seed))
     if work.recompute == "block":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    training, batches = config.training, RandomBatches(work, NUM_TOKENS)
+    training = config.training
     optimizer = torch.optim.AdamW(
         trained.values(), LR, training.betas, training.epsilon, training.weight_decay, fused=device.type == "cuda"
     )
 
-    def step(number: int) -> float:
-        batch, total = batches.train(number), torch.zeros((), device=device)
-        for index in range(work.micro_batches):
-            tokens, labels = (each.to(device, non_blocking=True) for each in batch.micro_batch(index))
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype != torch.float32):
-                logits = model(input_ids=tokens, use_cache=False).logits
-                loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / work.micro_batches
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(trained.values(), training.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(total)
+    def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype != torch.float32):
+            logits = model(input_ids=tokens, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    return step
+    return partial(loop_step, work, RandomBatches(work, NUM_TOKENS), device, loss_of, optimizer)
 
 
 def measure(work: Training) -> dict[str, Any]:
     """A row's figures, or why there are none."""
     device, is_tahq = torch.device(work.device), work.variant.startswith("tahq")
-    needed = () if is_tahq else ("peft", "bitsandbytes") if work.kind == "qlora" else ("peft",)
+    needed = () if is_tahq else ("peft", "bitsandbytes") if work.variant[5:] == "qlora" else ("peft",)
     if missing := [name for name in needed if find_spec(name) is None]:
         return {"error": f"{', '.join(missing)} is not installed"}
-    is_cuda = device.type == "cuda"
-    if is_cuda and is_tahq:
+    if is_tahq and device.type == "cuda":
         use_repeatable_kernels(device)
     step = (tahq_step if is_tahq else peft_step)(work, device)
-    gc.collect()
-    loading_gib = torch.cuda.max_memory_allocated() / GIB if is_cuda else 0.0
-    if is_cuda:
-        torch.cuda.empty_cache()
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    return timed(step, work, device) | {"loading_gib": loading_gib}
+    return timed(step, work, device)
 
 
 def row(work: Training, found: dict[str, Any], other: dict[str, Any]) -> list[object]:
     """Cells; `other`: what peft's row found."""
     if "error" in found:
-        return [work.variant, work.recompute, found["error"], *[""] * 7]
+        return [work.variant, work.recompute, found["error"], *[""] * 6]
     step_s, losses = statistics.median(found["step_s"][WARM_STEPS:]), found["losses"]
     estimate, apart = "", ""
     if work.variant.startswith("tahq"):
@@ -151,7 +132,7 @@ def row(work: Training, found: dict[str, Any], other: dict[str, Any]) -> list[ob
             apart = f"{max(abs(a - b) for a, b in zip(losses, other['losses'], strict=True)):.1e}"
     return [
         *(work.variant, work.recompute, f"{step_s:.3f}", f"{work.tokens / step_s:,.0f}", f"{found['peak_gib']:.2f}"),
-        *(estimate, f"{found['loading_gib']:.2f}", f"{losses[0]:.4f}", f"{losses[-1]:.4f}", apart),
+        *(estimate, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", apart),
     ]
 
 
@@ -162,6 +143,8 @@ def save_model(work: Work, folder: str, device: torch.device) -> None:
     with device:
         model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config)
     model.bfloat16().save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
 
 
 def rows(options: argparse.Namespace, folder: str) -> Iterator[list[object]]:
@@ -185,15 +168,12 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
         folder = str(Path(name) / "model")
         save_model(work, folder, torch.device(options.device))
-        gc.collect()
-        torch.cuda.empty_cache()
-        columns = ("", "recompute", "step, s", "tokens/s", "peak, GiB", "estimated, GiB", "loading, GiB")
+        columns = ("", "recompute", "step, s", "tokens/s", "peak, GiB", "estimated, GiB", "first loss", "last loss")
         caption = (
             f"Rank {RANK} on all linear layers, {options.precision}; {options.micro_batches} micro-batches of "
             f"{options.micro_batch} · {options.seq_len:,} tokens; {WARM_STEPS + options.steps} steps."
         )
-        losses = ("first loss", "last loss", "apart")
-        yield Table((*columns, *losses), rows(options, folder), caption, f"Qwen2.5 {options.size}")
+        yield Table((*columns, "apart"), rows(options, folder), caption, f"Qwen2.5 {options.size}")
 
 
 if __name__ == "__main__":

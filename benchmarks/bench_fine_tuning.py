@@ -35,27 +35,23 @@ from tahq_netem.sweep.spec import split_wire
 
 WIRES = ("raw:dtype=fp16", "tah / fixed:bits=8", "default")
 STAGES = 4
-ANSWERS_AT_ONCE = 64
 Row = Mapping[str, Any]
 
 
 def config(options: argparse.Namespace, wire: str, seed: int) -> dict[str, Any]:
     """The cluster.yaml of a run."""
     codecs = {} if wire == "default" else dict(zip(("activations", "gradients"), split_wire(wire), strict=True))
-    steps = {"steps": options.steps, "eval_every": options.eval_every, "eval_batches": options.eval_batches}
-    batch = {"global_batch": options.batch, "micro_batch": options.micro_batch, "lr": options.lr}
+    names = ("steps", "eval_every", "eval_batches", "global_batch", "micro_batch", "lr")
+    training = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    records = {"records": str(options.train.resolve()), "validation": str(options.test.resolve())}
     return {
         "run": {"name": "tuning", "seed": seed, "device": options.device, "keep_best": False},
         "model": {"path": str(options.model.resolve())},
-        "data": {
-            "records": str(options.train.resolve()),
-            "validation": str(options.test.resolve()),
-            "seq_len": options.seq_len,
-        },
-        "training": {**steps, **{key: value for key, value in batch.items() if value is not None}},
+        "data": {**records, "seq_len": options.seq_len},
+        "training": training,
         "pipeline": {"stages": STAGES},
         "wire": codecs,
-        "emulate": {"rate": options.rate, "delay": options.delay},
+        "emulate": {"rate": options.rate},
         "hosts": "namespaces",
     }
 
@@ -75,20 +71,16 @@ def exact_share(options: argparse.Namespace, source: Path) -> float:
         asked = [token for part in record.parts[:place] for token in tokenizer.encode(part.text).tolist()]
         answer = tokenizer.encode(record.parts[place].text).tolist()
         pairs.append((asked, [*answer, tokenizer.end_of_document] if record.ends else answer))
+    end, num_exact = {"eos_token_id": tokenizer.end_of_document, "pad_token_id": tokenizer.end_of_document}, 0
     with model_folder(source) as folder:
         model, _ = load_model(folder, device)
-        num_exact, lengths = 0, partial(map, len)
-        for _, group in groupby(sorted(pairs, key=lambda pair: (*lengths(pair),)), key=lambda pair: len(pair[0])):
-            same = list(group)  # prompts of the same length need no padding
-            for at in range(0, len(same), ANSWERS_AT_ONCE):
-                asked, answers = zip(*same[at : at + ANSWERS_AT_ONCE], strict=True)
-                tokens = torch.tensor(asked, device=device)
-                most = max(map(len, answers))
-                end = {"eos_token_id": tokenizer.end_of_document, "pad_token_id": tokenizer.end_of_document}
-                written = model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=most, do_sample=False, **end
-                )[:, tokens.shape[1] :].tolist()
-                num_exact += sum(found[: len(answer)] == answer for found, answer in zip(written, answers, strict=True))
+        for _, same in groupby(sorted(pairs, key=lambda pair: len(pair[0])), key=lambda pair: len(pair[0])):
+            asked, answers = zip(*same, strict=True)  # prompts of one length, which need no padding
+            tokens, most = torch.tensor(asked, device=device), max(map(len, answers))
+            mask = torch.ones_like(tokens)
+            written = model.generate(tokens, attention_mask=mask, max_new_tokens=most, do_sample=False, **end)
+            found = written[:, tokens.shape[1] :].tolist()
+            num_exact += sum(each[: len(answer)] == answer for each, answer in zip(found, answers, strict=True))
     return num_exact / len(pairs)
 
 
@@ -186,7 +178,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     rows = measure(options)
     by_wire = {wire: {row["seed"]: row for row in rows if row["wire"] == wire} for wire in options.wires}
     by_wire = {wire: each for wire, each in by_wire.items() if each}
-    shown = {key: getattr(options, key) for key in ("steps", "batch", "micro_batch", "seq_len", "lr", "rate", "delay")}
+    shown = {key: getattr(options, key) for key in ("steps", "global_batch", "micro_batch", "seq_len", "lr", "rate")}
     settings = ", ".join(f"{key} {'default' if value is None else value}" for key, value in shown.items())
     yield f"{options.model.name}, records of {options.train.name} and {options.test.name}; {settings}."
     columns = ("wire", "seeds", "last loss", "minus none", "exact answers", "target", "steps to it", "s to it")
@@ -208,12 +200,11 @@ if __name__ == "__main__":
             "--eval-every": {"type": int, "default": 20},
             "--eval-batches": {"type": int, "default": 4},
             "--answers": {"type": int, "default": 500, "help": "test records that are answered, the first ones"},
-            "--batch": {"type": int, "default": 32},
+            "--global-batch": {"type": int, "default": 32},
             "--micro-batch": {"type": int, "help": "default: tahq's"},
             "--seq-len": {"type": int, "default": 128},
             "--lr": {"type": float, "help": "default: tahq's"},
             "--rate": {"default": "100mbit"},
-            "--delay": {"default": "0ms"},
             "--device": {"default": "cuda", "help": "cuda: all stages on one GPU"},
             "--seconds": {"type": float, "default": float("inf"), "help": "that the script may take"},
         },

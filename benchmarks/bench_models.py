@@ -187,24 +187,36 @@ def plain_step(work: Work, device: torch.device, *, recomputes: bool) -> Step:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     compiled = torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager")
-    batches = RandomBatches(work)
     # no mask at all, as without compiling: attention masks by itself, and groups heads
     options = {"use_cache": False, "attention_mask": {"full_attention": None}}
 
-    def step(number: int) -> float:
-        batch, total = batches.train(number), torch.zeros((), device=device)
-        for index in range(work.micro_batches):
-            tokens = batch.micro_batch(index)[0].to(device, non_blocking=True)
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = compiled(input_ids=tokens, labels=tokens, **options).loss / work.micro_batches
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(total)
+    def loss_of(tokens: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = compiled(input_ids=tokens, labels=tokens, **options).loss
+        return loss
 
-    return step
+    return partial(loop_step, work, RandomBatches(work), device, loss_of, optimizer)
+
+
+def loop_step(
+    work: Work,
+    batches: RandomBatches,
+    device: torch.device,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    number: int,
+) -> float:
+    """A step of a textbook loop under autocast; the mean of `loss_of` tokens and labels."""
+    batch, total = batches.train(number), torch.zeros((), device=device)
+    for index in range(work.micro_batches):
+        tokens, labels = (each.to(device, non_blocking=True) for each in batch.micro_batch(index))
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(tokens, labels) / work.micro_batches
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(total)
 
 
 def timed(step: Step, work: Work, device: torch.device) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_benchmark_of_models_measures_every_variant(tmp_path):
 @pytest.mark.acceptance
 def test_benchmark_of_launched_runs_reports_every_kind_of_run(tmp_path):
     out = tmp_path / "table.md"
-    runs = ["llama-qgalore", "qwen-offload", "planned-1.5b-16gb"]
+    runs = ["llama-qgalore", "qwen-offload", "llama-70b-stage", "planned-1.5b-16gb"]
     command = [sys.executable, str(BENCHMARKS / "bench_launched_memory.py"), "--small", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--runs", *runs, "--output", str(out)], capture_output=True, text=True, timeout=200
@@ -142,6 +142,18 @@ def test_benchmark_of_launched_runs_reports_every_kind_of_run(tmp_path):
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in out.read_text().splitlines()]
     rates = {cells[0]: cells[bench_launched_memory.COLUMNS.index("tokens/s")] for cells in rows if cells[0] in runs}
     assert all(float(rates[name].replace(",", "")) > 0 for name in runs)
+
+
+@pytest.mark.acceptance
+def test_benchmark_of_adapters_has_pefts_losses(tmp_path):
+    out = tmp_path / "table.md"
+    options = ["--small", "--device", "cpu", "--precision", "fp32", "--steps", "2", "--output", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "bench_adapters.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    apart = [line.split("|")[-2] for line in out.read_text().splitlines() if line.startswith("| tahq-")]
+    assert len(apart) == 4
+    assert all(float(each) < 1e-5 for each in apart)
 
 
 def test_benchmark_of_the_largest_model_needs_more_without_each_option():
