@@ -175,6 +175,25 @@ def test_backward_products_take_gradients_in_the_configured_format(products, fp8
     assert torch.equal(codes.rows.float(), (gradient * (1 / codes.scale)).to(fp8).float())
 
 
+@pytest.mark.parametrize(("products", "fp8"), [("e5m2", E5M2), ("e4m3", E4M3), ("bf16", None)])
+def test_every_product_of_a_layer_has_its_format(monkeypatch, products, fp8):
+    made, multiply = [], fp8_codes.product
+
+    def product(a, b, *scales, fast, **others):
+        made.append((a.dtype, b.dtype, fast))
+        return multiply(a, b, *scales, fast=fast, **others)
+
+    monkeypatch.setattr(fp8_codes, "product", product)
+    module = make_slice(make_spec("llama", intermediate_size=176), CoatConfig(backward_products=products))
+    gradients(module)
+    matrices = len([name for name, p in module.named_parameters() if p.ndim > 1])
+    forwards = [each for each in made if each[2]]
+    backwards = [each[:2] for each in made if not each[2]]
+    assert forwards == [(E4M3, E4M3, True)] * matrices  # COAT Figure 1: weights and activations
+    # a weight's gradient and an input's: of the output's gradient, and of what the forward multiplied it with
+    assert backwards == [(fp8, E4M3)] * (2 * matrices if fp8 else 0)
+
+
 def test_gate_up_and_their_product_are_each_rounded_once():
     module = make_slice(make_spec("llama", intermediate_size=176), CoatConfig())
     saved = module(normal((MICRO_BATCH, SEQ_LEN, 64)).requires_grad_()).grad_fn.saved_tensors
