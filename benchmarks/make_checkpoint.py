@@ -4,8 +4,8 @@
         --output FOLDER
     python benchmarks/make_checkpoint.py --model tiny-llama --steps 60 --output FOLDER     # on a CPU: no figures
 
-It is small so that it travels: embedding and head are one matrix, and the folder's bf16 weights take 43 MiB, where 100
-million parameters would have to be made anew in each session. The folder is one that `model:` of cluster.yaml takes; a
+It is small so that it can be passed on: embedding and head are one matrix, and the folder's bf16 weights take 43 MiB;
+100 million parameters would be trained again on every machine. The folder is one that `model:` of cluster.yaml takes; a
 run trains embedding and head apart from then on. The held-out loss of the rounded weights is written to `recipe.json`
 and compared with the recorded one, `checkpoint_recipe.json` beside this script: the same recipe must end within 0.01.
 """
