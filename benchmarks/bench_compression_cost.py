@@ -172,7 +172,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
 
 if __name__ == "__main__":
     changes = {
-        "--model": {"nargs": "+", "default": ["gpt2", "llama"], "help": "keys of MODELS, or folders of checkpoints"},
+        "--model": {**ARGUMENTS["--model"], "default": ["gpt2", "llama"]},
         "--steps": {"type": int, "default": 5000},
         "--pairs": {"nargs": "+", "help": "'ACTIVATIONS + GRADIENTS'; with 'none + none' (default: a list)"},
         "--links": {"type": float, "nargs": "+", "default": [20, 50, 100, 300], "help": "Mbit/s"},

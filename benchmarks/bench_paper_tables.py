@@ -1,11 +1,12 @@
-"""TAH-Quant's ablations: Tables 4, 7, 8, 9, 10 and Figure 3, as training loss of one GPT-2 small.
+"""TAH-Quant's ablations: Tables 4, 7, 8, 9, 10 and Figure 3, as training and held-out loss of one small model.
 
     python benchmarks/bench_paper_tables.py --tokenizer GPT2_FOLDER --text wikitext2-valid.txt wikitext2-test.txt stdlib
 
 The paper fine-tunes Qwen2.5-3B and Gemma2-2B and reports benchmark scores (Table 4) or loss at some steps; here one
-model trains from a random start, cut in four, three seeds per row, everything else equal. Gradients use `fixed:bits=8`
-except in Table 10. Some 60 runs of 400 steps, four minutes on four H200 (--model tiny --steps 30 shows that it works).
-Runs are kept beside the result file; call the script again to continue.
+model trains from a random start, or is fine-tuned (`--model FOLDER`, such as make_checkpoint.py writes, `--records`),
+cut in four, three seeds per row, everything else equal. Gradients use `fixed:bits=8` except in Table 10. Some 60 runs
+of 400 steps, four minutes on four H200 (--model tiny --steps 30 shows that it works). Runs are kept beside the result
+file; call the script again to continue.
 """
 
 import argparse
@@ -118,9 +119,11 @@ def rows(losses: Losses, experiment: Experiment, model: str, marks: Sequence[int
     settings = experiment.settings(model)
     against = settings[experiment.against]
     for name, setting in settings.items():
-        gap, curve, difference = losses.gap(setting), losses.curve(setting), losses.difference(setting, against)
+        gap, curve = losses.gap(setting), losses.curve(setting)
+        both = [losses.difference(setting, against, figure) for figure in ("loss", "held_out")]
         varied = setting[1] if setting[2] == _brief(FIXED) else setting[2]
-        compared = [f"{difference.mean:+.4f}", f"{difference.half_width:.4f}"] if setting != against else ["", ""]
+        compared = [text for each in both for text in (f"{each.mean:+.4f}", f"{each.half_width:.4f}")]
+        compared = compared if setting != against else [""] * 4
         steps = [f"{curve[mark // CURVE_STEP - 1]:.3f}" for mark in marks]
         gaps = [f"{gap.mean:+.4f}", f"{gap.half_width:.4f}"]
         yield [name, f"{bits_per_element(varied):.2f}", *gaps, *compared, *steps]
@@ -135,7 +138,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     base = losses.losses((model, NONE, NONE))
     yield (
         f"{model}, {len(results)} runs of {options.steps} steps. {METHOD} Differences to one row of a table are paired "
-        "by seed, too. Loss at a step: mean over the ten steps before it and over the seeds."
+        "by seed, too, in training and in the loss of the final weights on held-out data. Loss at a step: mean over "
+        "the ten steps before it and over the seeds."
     )
     yield (
         f"Uncompressed: {statistics.fmean(base):.4f}. The standard deviation of a loss around the effects of its row "
@@ -150,10 +154,11 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     yield from picture(options.output, 2, 3, draw)
     marks = [step for step in MARKS if step <= options.steps]
     for each in EXPERIMENTS:
-        columns = ("", "bits", "gap", "±", f"minus '{each.against}'", "±", *(f"step {mark}" for mark in marks))
+        compared = f"minus '{each.against}'", "±", "held out", "±"
+        columns = ("", "bits", "gap", "±", *compared, *(f"step {mark}" for mark in marks))
         yield Table(columns, rows(losses, each, model, marks), heading=each.title)
 
 
 if __name__ == "__main__":
-    model = {"--model": {"nargs": 1, "choices": ARGUMENTS["--model"]["choices"], "default": ["gpt2"]}}
+    model = {"--model": {**ARGUMENTS["--model"], "nargs": 1, "default": ["gpt2"]}}
     main(__doc__, tables, {**ARGUMENTS, **model})

@@ -34,14 +34,14 @@ CURVE_STEP = 10
 LAST_STEPS = 50
 """A run's result is the mean loss of this many last steps; equal seeds have equal batches there."""
 METHOD = (
-    f"{BATCH} × {SEQ_LEN} tokens per step, random start, codecs at three cuts. Loss is the mean of the last "
-    f"{LAST_STEPS} steps, nats per token. A gap is the difference to the uncompressed run of the same seed; ± is the "
-    "half width of its 95 % interval (Student's t over seeds)."
+    f"{BATCH} × {SEQ_LEN} tokens per step, weights drawn or those of the folder that is named, codecs at three cuts. "
+    f"Loss is the mean of the last {LAST_STEPS} steps, nats per token. A gap is the difference to the uncompressed run "
+    "of the same seed; ± is the half width of its 95 % interval (Student's t over seeds)."
 )
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--text": {"nargs": "+", "default": ["stdlib"], "help": "text files, folders, globs, or stdlib"},
     "--tokenizer": {"default": "bytes", "help": "folder of a Hugging Face tokenizer"},
-    "--model": {"nargs": "+", "choices": list(MODELS)},
+    "--model": {"nargs": "+", "help": f"{', '.join(MODELS)}, or folders of checkpoints"},
     "--steps": {"type": int, "default": 400},
     "--seeds": {"type": int, "default": 3},
     "--processes": {"type": int, "default": 2, "help": "processes per device"},
@@ -230,9 +230,10 @@ class Losses:
         curves = [result.curve for result in self._results[setting].values()]
         return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
-    def difference(self, setting: Setting, other: Setting) -> Difference:
-        """The setting's loss minus the other's, over the seeds that both have."""
-        return Difference.of([mine.loss - theirs.loss for mine, theirs in self._pairs(setting, other)])
+    def difference(self, setting: Setting, other: Setting, figure: str = "loss") -> Difference:
+        """The setting's loss, or another figure of its results, minus the other's, over the seeds that both have."""
+        pairs = self._pairs(setting, other)
+        return Difference.of([getattr(mine, figure) - getattr(theirs, figure) for mine, theirs in pairs])
 
     def gap(self, setting: Setting) -> Difference:
         """Difference to the uncompressed run of the same model and seeds."""
