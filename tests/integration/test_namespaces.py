@@ -85,6 +85,7 @@ def test_network_is_measured_in_five_seconds(tmp_path, stages):
     config = {**TWO, "pipeline": {"stages": stages, "balance": "counted"}, "emulate": {"profile": "cable"}}
     config |= {"model": {**TWO["model"], "num_layers": stages}, "training": {**TWO["training"], "steps": 1}}
     run = launch(tmp_path, config)
+    assert run.returncode == 0, run.stderr
     measured = json.loads((run.folder / "network.json").read_text())
     assert len(measured["figures"]) == 5 * (stages - 1)
     # A figure that a busy machine made too slow is measured again, in up to 0.7 s at the profile's 20 Mbit/s.
