@@ -16,19 +16,21 @@ again to continue. With `--seconds` no run begins that would not end by then, if
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from corpus_questions import exact_matches
 from harness import Table, append_row, launch, main, need_gpu, read_rows, rows_path, say
 from training_runs import Difference
 
 from tahq.data.config import DataConfig
-from tahq.data.records import find_record_files, read_records
 from tahq.data.tokenizer import load_tokenizer
 from tahq_launch.loaded_model import load_model, model_folder
 from tahq_netem.sweep.spec import split_wire
@@ -59,29 +61,24 @@ def config(options: argparse.Namespace, wire: str, seed: int) -> dict[str, Any]:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """The likeliest next tokens of a Hugging Face model, as `exact_matches` asks for them."""
+
+    model: Any
+
+    def next_tokens(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(tokens.to(self.model.device)).logits
+        return logits[torch.arange(len(tokens)), lengths - 1].argmax(1)
+
+
 def exact_share(options: argparse.Namespace, source: Path) -> float:
     """The share of the test records that a model, of a folder or a run, answers exactly."""
-    device = "cuda" if options.device != "cpu" else "cpu"
     tokenizer = load_tokenizer(DataConfig(text="-", tokenizer=str(options.model)))
-    files = find_record_files(DataConfig(records=[str(options.test)]))
-    pairs = []
-    for record in read_records(files, tokenizer.chat_template)[: options.answers]:
-        place = next(number for number, part in enumerate(record.parts) if part.is_scored)
-        asked = [token for part in record.parts[:place] for token in tokenizer.encode(part.text).tolist()]
-        answer = tokenizer.encode(record.parts[place].text).tolist()
-        pairs.append((asked, [*answer, tokenizer.end_of_document] if record.ends else answer))
-    end, num_exact = {"eos_token_id": tokenizer.end_of_document, "pad_token_id": tokenizer.end_of_document}, 0
+    records = [json.loads(line) for line in options.test.read_text().splitlines()]
     with model_folder(source) as folder:
-        model, _ = load_model(folder, device)
-        for _, same in groupby(sorted(pairs, key=lambda pair: len(pair[0])), key=lambda pair: len(pair[0])):
-            asked, answers = zip(*same, strict=True)  # prompts of one length, which need no padding
-            tokens, most = torch.tensor(asked, device=device), max(map(len, answers))
-            mask = torch.ones_like(tokens)
-            written = model.generate(tokens, attention_mask=mask, max_new_tokens=most, do_sample=False, **end)
-            found = written[:, tokens.shape[1] :].tolist()
-            num_exact += sum(each[: len(answer)] == answer for each, answer in zip(found, answers, strict=True))
-    return num_exact / len(pairs)
+        model, _ = load_model(folder, "cuda" if options.device != "cpu" else "cpu")
+        return exact_matches(Greedy(model), tokenizer, records[: options.answers])
 
 
 # -- runs --------------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ if __name__ == "__main__":
         tables,
         {
             "--model": {"type": Path, "required": True, "help": "a folder as of the Hugging Face Hub"},
-            "--train": {"type": Path, "required": True, "help": "records, see docs/how-to/data.md"},
+            "--train": {"type": Path, "required": True, "help": "JSON lines with prompt and response"},
             "--test": {"type": Path, "required": True, "help": "held-out records"},
             "--wires": {"nargs": "+", "default": list(WIRES), "help": "'activations / gradients'; the first is none"},
             "--seeds": {"type": int, "default": 3},

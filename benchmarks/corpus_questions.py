@@ -23,7 +23,6 @@ SECTIONS = {
 }
 LONGEST = 400
 """Characters of what is quoted in a question."""
-ANSWER_TOKENS = 12
 PER_DOCUMENT = 6
 """Questions of a kind from one document."""
 
@@ -98,7 +97,7 @@ def exact_matches(model: Answers, tokenizer: Tokenizer, records: Sequence[Any], 
 def _answered(model: Answers, tokenizer: Tokenizer, records: Sequence[Any]) -> Iterator[bool]:
     prompts = [tokenizer.encode(record["prompt"]).tolist() for record in records]
     wanted = [[*tokenizer.encode(record["response"]).tolist(), tokenizer.end_of_document] for record in records]
-    count = min(max(map(len, wanted)), ANSWER_TOKENS)
+    count = max(map(len, wanted))
     tokens = torch.zeros(len(records), max(map(len, prompts)) + count, dtype=torch.int64)
     lengths, rows = torch.tensor([len(prompt) for prompt in prompts]), torch.arange(len(records))
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -107,4 +106,4 @@ def _answered(model: Answers, tokenizer: Tokenizer, records: Sequence[Any]) -> I
         tokens[rows, lengths] = model.next_tokens(tokens, lengths).cpu()
         lengths += 1
     for row, prompt, answer in zip(tokens.tolist(), prompts, wanted, strict=True):
-        yield row[len(prompt) : len(prompt) + len(answer)] == answer[:count]
+        yield row[len(prompt) : len(prompt) + len(answer)] == answer
