@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,39 +45,28 @@ KILLED_STEP = 4  # counted from 0, as faults are
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What FSDP2 measures, in one process per GPU."""
+class Case(Work):
+    """One replica's part of a step; `reshards`: whether FSDP2 drops a block's weights after its forward."""
 
-    size: str
-    device: str
-    seq_len: int
-    micro_batch: int
-    micro_batches: int
-    steps: int
-    reshards: bool
+    reshards: bool = False
 
-    def work(self) -> Work:
-        """One replica's part of a step."""
-        return Work(
-            *("plain", self.size, self.device, self.seq_len, self.micro_batch, self.micro_batches, self.steps),
-            changes=None,
-            profile=False,
-        )
+
+Found = tuple[list[float], float]
+"""Seconds of the steps that count, and the most that torch had reserved on a GPU, in GiB."""
 
 
 # -- FSDP2, in a process per GPU -------------------------------------------------------------------
 
 
 def fsdp_steps(case: Case) -> dict[str, Any]:
-    """Seconds of every step, and the allocator's peak; the same on all ranks but for noise."""
+    """Seconds of every step, the same on all ranks but for noise, and what torch has reserved here."""
     is_cuda = case.device == "cuda"
     dist.init_process_group("nccl" if is_cuda else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
-    work = case.work()
-    spec = resolved_spec(work.config({}, "bf16"), None)
+    spec = resolved_spec(case.config({}, "bf16"), None)
     spec.hf_config._attn_implementation = "sdpa"
     with device:
         model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config).train()
@@ -86,7 +76,7 @@ def fsdp_steps(case: Case) -> dict[str, Any]:
         fully_shard(block, mp_policy=policy, reshard_after_forward=case.reshards)
     fully_shard(model, mp_policy=policy, reshard_after_forward=case.reshards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=is_cuda)
-    batches, step_s = RandomBatches(work), list[float]()
+    batches, step_s = RandomBatches(case), list[float]()
     options = {"use_cache": False, "attention_mask": {"full_attention": None}}
     for number in range(WARM_STEPS + case.steps):
         begin_s = time.perf_counter()
@@ -102,22 +92,21 @@ def fsdp_steps(case: Case) -> dict[str, Any]:
         if is_cuda:
             torch.cuda.synchronize()
         step_s.append(time.perf_counter() - begin_s)
-    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0
+    peak_gib = torch.cuda.max_memory_reserved() / 2**30 if is_cuda else 0.0
     dist.destroy_process_group()
     return {"step_s": step_s, "peak_gib": peak_gib}
 
 
-def fsdp(case: Case, num_gpus: int) -> list[float] | str:
-    """Seconds of the steps that count, or why there are none."""
+def fsdp(case: Case, num_gpus: int) -> Found | str:
+    """What FSDP2 takes, or why it took nothing."""
     program = [__file__, "--fsdp", json.dumps(asdict(case))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}", *program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         say(done.stderr[-3000:])
         return "out of memory" if "OutOfMemoryError" in done.stderr else f"ended with status {done.returncode}"
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    steps: list[float] = rows[0]["step_s"][WARM_STEPS:]
-    return steps
+    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return ranks[0]["step_s"][WARM_STEPS:], max(rank["peak_gib"] for rank in ranks)
 
 
 # -- tahq ------------------------------------------------------------------------------------------
@@ -125,7 +114,7 @@ def fsdp(case: Case, num_gpus: int) -> list[float] | str:
 
 def sections(case: Case, num_gpus: int, shard: tuple[str, ...]) -> dict[str, Any]:
     """The cluster.yaml of a run; its batch is that of all replicas."""
-    found = case.work().sections({}, precision="bf16")
+    found = case.sections({}, precision="bf16")
     found["training"]["global_batch"] *= num_gpus
     found["pipeline"] = {"stages": 1, "replicas": num_gpus}
     if num_gpus > 1:
@@ -136,9 +125,11 @@ def sections(case: Case, num_gpus: int, shard: tuple[str, ...]) -> dict[str, Any
     return found
 
 
-def tahq(case: Case, num_gpus: int, shard: tuple[str, ...]) -> list[float]:
-    """Seconds of the steps that count."""
-    return launch(sections(case, num_gpus, shard)).step_times_s(WARM_STEPS)
+def tahq(case: Case, num_gpus: int, shard: tuple[str, ...]) -> Found:
+    """What `tahq-launch` takes."""
+    run = launch(sections(case, num_gpus, shard))
+    peak_nbytes = max(stage["peak_bytes"] or 0 for step in run.steps for stage in step["stages"])
+    return run.step_times_s(WARM_STEPS), peak_nbytes / 2**30
 
 
 def recovery(case: Case, num_gpus: int) -> str:
@@ -154,30 +145,32 @@ def recovery(case: Case, num_gpus: int) -> str:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def cells(case: Case, name: str, num_gpus: int, steps: list[float] | str, alone_s: float | None) -> list[str]:
+def cells(case: Case, name: str, num_gpus: int, found: Found | str, alone_s: float | None) -> list[str]:
     """A row; `alone_s`: a step of the same runtime on one GPU."""
-    if isinstance(steps, str):
-        return [name, str(num_gpus), steps, *[""] * 3]
-    step_s, work = statistics.median(steps), case.work()
-    share = peak_share(resolved_spec(work.config({}, "bf16"), None), case.seq_len, work.tokens, "bf16", step_s)
+    if isinstance(found, str):
+        return [name, str(num_gpus), found, *[""] * 4]
+    step_s = statistics.median(found[0])
+    share = peak_share(resolved_spec(case.config({}, "bf16"), None), case.seq_len, case.tokens, "bf16", step_s)
     scaling = "" if alone_s is None else f"{alone_s / step_s:.3f}"
-    rate = f"{num_gpus * work.tokens / step_s:,.0f}"
-    return [name, str(num_gpus), f"{step_s:.3f}", rate, f"{100 * share:.1f} %", scaling]
+    rate = f"{num_gpus * case.tokens / step_s:,.0f}"
+    return [name, str(num_gpus), f"{step_s:.3f}", rate, f"{100 * share:.1f} %", scaling, f"{found[1]:.1f}"]
 
 
 def rows(case: Case, counts: list[int]) -> Iterator[list[str]]:
-    alone: dict[str, float] = {}
+    alone_s: dict[str, float] = {}
     for count in counts:
-        for name, shard in SHARDS.items() if count > 1 else (("alone", ()),):
-            steps = tahq(case, count, shard)
-            alone.setdefault("tahq", statistics.median(steps))
-            yield cells(case, f"tahq, {name}", count, steps, alone["tahq"] if count > 1 else None)
-        for reshards in (False, True) if count > 1 else (False,):
-            found = fsdp(Case(**{**asdict(case), "reshards": reshards}), count)
-            name = "FSDP2, resharded" if reshards else "FSDP2"
+        shards = SHARDS if count > 1 else {"alone": ()}
+        measured: list[tuple[str, Callable[[], Found | str]]] = [
+            (f"tahq, {name}", partial(tahq, case, count, shard)) for name, shard in shards.items()
+        ]
+        measured.append(("FSDP2", partial(fsdp, case, count)))
+        if count > 1:
+            measured.append(("FSDP2, resharded", partial(fsdp, replace(case, reshards=True), count)))
+        for name, measure in measured:
+            found, runtime = measure(), name.partition(",")[0]
+            yield cells(case, name, count, found, alone_s.get(runtime))
             if count == 1 and not isinstance(found, str):
-                alone["fsdp"] = statistics.median(found)
-            yield cells(case, name, count, found, alone.get("fsdp") if count > 1 else None)
+                alone_s[runtime] = statistics.median(found[0])
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
@@ -185,14 +178,14 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     SIZES[options.size] = SHAPES[options.size]
     size, is_small = SHAPES[options.size], options.size == "small"
     case = Case(
-        *(options.size, options.device, 32 if is_small else 1024, options.micro_batch or size.micro_batch),
-        *(options.micro_batches, options.steps, False),
+        *("plain", options.size, options.device, 32 if is_small else 1024, options.micro_batch or size.micro_batch),
+        *(options.micro_batches, options.steps, None, False),
     )
     caption = (
         f"Hidden {size.hidden}, {size.layers} layers, vocabulary {size.vocab:,}; each GPU {case.micro_batches} "
         f"micro-batches of {case.micro_batch} · {case.seq_len:,} tokens per step. Medians of {case.steps} steps."
     )
-    columns = ("", "GPUs", "step, s", "tokens/s", "of the peak", "scaling")
+    columns = ("", "GPUs", "step, s", "tokens/s", "of the peak", "scaling", "reserved, GiB")
     yield Table(columns, rows(case, options.gpus), caption, f"{options.size}")
     if options.kill:
         yield recovery(case, max(options.gpus))
