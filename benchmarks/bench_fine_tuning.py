@@ -13,12 +13,15 @@ decoding of the exported model, whole on one device, writes it and then the end.
 runs reach; time to it is the sum of the steps before, evaluations left out. ± is half of the 95 % interval by Student's
 t over seeds; `minus none` is of pairs of the same seed. Finished runs are JSON lines beside FILE.md: call the script
 again to continue. With `--seconds` no run begins that would not end by then, if it takes as long as the longest.
+`--parallel` runs of one row are made at once, and share the GPU and the cores, but no link. A first run of two steps,
+which counts for nothing, measures the machine and compiles kernels.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -115,13 +118,19 @@ def measure(options: argparse.Namespace) -> list[Row]:
     todo |= {
         (wire, seed): partial(tune, options, wire, seed) for seed in range(options.seeds) for wire in options.wires
     }
-    for key, work in todo.items():
-        longest_s = max((row["took_s"] for row in rows), default=0.0)
-        if key not in made and time.monotonic() - begin_s + longest_s <= options.seconds:
-            rows.append(work())
-            append_row(path, rows[-1])
-        elif key not in made:
-            say(f"{key[0]}, seed {key[1]}: no time left; call the script again")
+    if len(made) < len(todo):
+        launch(config(options, "default", 0) | {"training": {"steps": 2, "global_batch": options.global_batch}})
+    for wire in ("before", *options.wires):
+        left = [key for key in todo if key[0] == wire and key not in made]
+        for keys in (left[place : place + options.parallel] for place in range(0, len(left), options.parallel)):
+            longest_s = max((row["took_s"] for row in rows), default=0.0)
+            if time.monotonic() - begin_s + longest_s > options.seconds:
+                say(f"{wire}, seeds {[seed for _, seed in keys]}: no time left; call the script again")
+                continue
+            with ThreadPoolExecutor(len(keys)) as threads:
+                for row in threads.map(lambda key: todo[key](), keys):
+                    rows.append(row)
+                    append_row(path, row)
     return rows
 
 
@@ -193,6 +202,7 @@ if __name__ == "__main__":
             "--test": {"type": Path, "required": True, "help": "held-out records"},
             "--wires": {"nargs": "+", "default": list(WIRES), "help": "'activations / gradients'; the first is none"},
             "--seeds": {"type": int, "default": 3},
+            "--parallel": {"type": int, "default": 1, "help": "runs of a row, with different seeds, at once"},
             "--steps": {"type": int, "default": 200},
             "--eval-every": {"type": int, "default": 20},
             "--eval-batches": {"type": int, "default": 4},

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,15 +42,14 @@ class Table:
     caption: str = ""
     heading: str = ""
 
-    def lines(self) -> list[str]:
+    def lines(self) -> Iterator[str]:
         """Markdown; measures the rows."""
-        lines = [f"## {self.heading}", ""] if self.heading else []
-        lines += [self.caption, ""] if self.caption else []
-        lines += [_row(self.columns), "|---" * len(self.columns) + "|"]
+        yield from [f"## {self.heading}", ""] if self.heading else []
+        yield from [self.caption, ""] if self.caption else []
+        yield from (_row(self.columns), "|---" * len(self.columns) + "|")
         for row in self.rows:
-            lines.append(_row(row))
-            print(lines[-1], file=sys.stderr, flush=True)
-        return lines
+            say(_row(row))
+            yield _row(row)
 
 
 Tables = Callable[[argparse.Namespace], Iterable[Table | str]]
@@ -80,13 +79,15 @@ def main(
         parser.add_argument(name, **argument)
     options = parser.parse_args()
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    parts = [f"# {title}", f"{describe()}. Commit {commit()}. `{command}`"]
+    text = f"# {title}\n\n{describe()}. Commit {commit()}. `{command}`\n"
     for part in tables(options):
-        parts.append(part if isinstance(part, str) else "\n".join(part.lines()))
-        if options.output is not None:  # what is measured so far
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print("\n\n".join(parts))
+        text += "\n"
+        for line in [part] if isinstance(part, str) else part.lines():
+            text += f"{line}\n"
+            if options.output is not None:  # what is measured so far
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(text, encoding="utf-8")
+    print(text, end="")
 
 
 def repeat(options: argparse.Namespace, measure: Callable[..., float], *arguments: object) -> list[float]:

@@ -34,7 +34,7 @@ def make(options: argparse.Namespace) -> dict[str, object]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     changes = {"training": {"compile": options.compile, "lr": options.lr}}
     training, begin_s = CutTraining(options.model, data_config(options), device, changes), time.time()
-    losses = training.run(Wire.parse(), seed=options.seed, steps=options.steps)
+    losses = training.run(Wire.parse(), seed=options.seed, steps=options.steps, shows=True)
     seconds = time.time() - begin_s
     weights = training.model.weights
     with torch.no_grad():
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     parser.add_argument("--model", choices=list(MODELS), default="llama-22m")
-    parser.add_argument("--steps", type=int, default=8000, help="66 million tokens (default 8,000)")
+    parser.add_argument("--steps", type=int, default=6000, help="49 million tokens (default 6,000)")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out-batches", type=int, default=HELD_OUT_BATCHES)

@@ -268,7 +268,7 @@ def test_peak_is_the_counted_one(tokens, channels, num_chunks, bf16):
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_product_is_added_to_the_gradient_unrounded(has_past, is_stored, dtype):
-    left, right = normal((70, 26)).to(DEVICE, dtype), normal((26, 32), seed=1).to(DEVICE, dtype)
+    left, right = normal((72, 26)).to(DEVICE, dtype), normal((26, 32), seed=1).to(DEVICE, dtype)
     weight, past = Parameter(normal((72, 32)).to(DEVICE)), normal((72, 32), seed=2).to(DEVICE)
     if is_stored:
         store_gradient(weight)
