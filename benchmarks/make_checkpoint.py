@@ -12,6 +12,7 @@ and compared with the recorded one, `checkpoint_recipe.json` beside this script:
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,12 @@ def make(options: argparse.Namespace) -> dict[str, object]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     changes = {"training": {"compile": options.compile, "lr": options.lr}}
     training, begin_s = CutTraining(options.model, data_config(options), device, changes), time.time()
-    losses = training.run(Wire.parse(), seed=options.seed, steps=options.steps, shows=True)
+    deadline_s = begin_s + options.seconds
+    losses = training.run(
+        Wire.parse(), seed=options.seed, steps=options.steps, deadline_s=deadline_s, state=options.state, shows=True
+    )
+    if len(losses) < options.steps:
+        sys.exit(f"{len(losses)} of {options.steps} steps are done; with --state the same command goes on")
     seconds = time.time() - begin_s
     weights = training.model.weights
     with torch.no_grad():
@@ -47,7 +53,8 @@ def make(options: argparse.Namespace) -> dict[str, object]:
         spec, weights.__getitem__, options.output, training.tokenizer, matrices=torch.bfloat16
     )
     tokens = options.steps * BATCH * SEQ_LEN
-    say(f"{num_parameters:,} parameters, {tokens:,} tokens, {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
+    rate = training.steps_done * BATCH * SEQ_LEN / seconds
+    say(f"{num_parameters:,} parameters, {tokens:,} tokens, {seconds:.0f} s in this call, {rate:,.0f} tokens/s")
     recipe = {"model": options.model, "steps": options.steps, "seed": options.seed, "lr": options.lr}
     recipe |= {"tokens": tokens, "held_out_batches": num_batches, "data": training.dataset.fingerprint}
     return {
@@ -80,6 +87,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     parser.add_argument("--model", choices=list(MODELS), default="llama-22m")
     parser.add_argument("--steps", type=int, default=6000, help="49 million tokens (default 6,000)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="that training may take")
+    parser.add_argument("--state", type=Path, help="file for what --seconds interrupts")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out-batches", type=int, default=HELD_OUT_BATCHES)

@@ -137,8 +137,11 @@ def test_checkpoint_is_a_folder_that_a_training_begins_with(tmp_path, monkeypatc
     monkeypatch.setitem(cut_training.MODELS, "tied", ModelConfig.model_validate(tied.model_dump(exclude_unset=True)))
     monkeypatch.setattr(make_checkpoint, "data_config", lambda options: DataConfig(text="stdlib", seq_len=32))
     out = tmp_path / "checkpoint"
-    options = Namespace(model="tied", steps=30, lr=6e-4, seed=0, compile=False, held_out_batches=2, output=out)
-    made = make_checkpoint.make(options)
+    sizes = {"model": "tied", "steps": 30, "lr": 6e-4, "seed": 0, "compile": False, "held_out_batches": 2}
+    options = Namespace(**sizes, output=out, state=tmp_path / "state", seconds=0.5)
+    with pytest.raises(SystemExit, match="of 30 steps are done"):
+        make_checkpoint.make(options)
+    made = make_checkpoint.make(Namespace(**{**vars(options), "seconds": math.inf}))
     assert made["held_out"] < math.log(256) - 0.5
     still = CutTraining(str(out), DataConfig(text="stdlib", seq_len=32), CPU, {"training": {"lr": 1e-12}})
     still.run(Wire.parse(), seed=7, steps=1)
