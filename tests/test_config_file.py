@@ -82,8 +82,8 @@ def test_yaml_1_1_traps_are_read_as_people_mean_them(file):
     text = changed("steps: 10", "steps: 010\n  lr: 1e-3").replace("{name: test}", "{name: no}")
     config = file.load(text, "pipeline.schedule=1f1b", "data.shuffle=off")
     assert (config.training.steps, config.training.lr, config.run.name) == (10, 1e-3, "no")
-    assert config.pipeline.schedule == "1f1b"
-    assert config.data.shuffle is False
+    assert (config.pipeline.schedule, config.data.shuffle) == ("1f1b", False)
+    assert file.load(text, "run.name=300").run.name == "300"
 
 
 @given(st.lists(st.sampled_from("abdeglmnrst:-[]{},&*!|>'\"%@` \n\t0.#~"), max_size=40).map("".join))

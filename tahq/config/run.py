@@ -64,7 +64,7 @@ class RunConfig(Section):
     Example: `run: {name: demo, seed: 0, checkpoint_every: 10min}`
     """
 
-    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    name: Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_folder_name)] = "run"
     """Folder of the run below `dir`. Not set: the file's name and the time."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Source of all randomness: weights, order of the data, dropout, randomised codecs."""
