@@ -130,16 +130,9 @@ class CutTraining:
         return ClusterConfig.model_validate(sections)
 
     def run(
-        self,
-        wire: Wire,
-        *,
-        seed: int,
-        steps: int,
-        deadline_s: float | None = None,
-        state: Path | None = None,
-        shows: bool = False,
+        self, wire: Wire, *, seed: int, steps: int, deadline_s: float | None = None, state: Path | None = None
     ) -> list[float]:
-        """Loss (nats per token) of every step, every 10 s shown if `shows`.
+        """Loss (nats per token) of every step; every 10 s it is shown.
 
         Past `deadline_s`, by `time.time()`, it stops and keeps what it has in the file `state`, from which the same
         call goes on, to the bit; the steps done so far are then fewer than `steps`.
@@ -159,9 +152,9 @@ class CutTraining:
         self.steps_done = 0
         shown_s = time.time()
         for step in range(len(losses), steps):
-            if shows and time.time() > shown_s + 10.0:
+            if losses and time.time() > shown_s + 10.0:
                 shown_s = time.time()
-                say(f"step {step} of {steps}, loss {losses[-1]:.3f}")
+                say(f"seed {seed}, step {step} of {steps}, loss {losses[-1]:.3f}")
             if deadline_s is not None and time.time() > deadline_s:
                 if state is not None:
                     torch.save({"tensors": update.tensors(), "losses": losses}, state)

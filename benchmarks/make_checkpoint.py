@@ -36,9 +36,8 @@ def make(options: argparse.Namespace) -> dict[str, object]:
     changes = {"training": {"compile": options.compile, "lr": options.lr}}
     training, begin_s = CutTraining(options.model, data_config(options), device, changes), time.time()
     deadline_s = begin_s + options.seconds
-    losses = training.run(
-        Wire.parse(), seed=options.seed, steps=options.steps, deadline_s=deadline_s, state=options.state, shows=True
-    )
+    length = {"steps": options.steps, "deadline_s": deadline_s, "state": options.state}
+    losses = training.run(Wire.parse(), seed=options.seed, **length)
     if len(losses) < options.steps:
         sys.exit(f"{len(losses)} of {options.steps} steps are done; with --state the same command goes on")
     seconds = time.time() - begin_s
