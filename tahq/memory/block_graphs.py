@@ -40,7 +40,8 @@ class _Slot:
     positions: torch.Tensor | None
     y: torch.Tensor
     of_y: torch.Tensor
-    of_x: torch.Tensor
+    of_x: torch.Tensor | None
+    """None: no gradient goes to x, before which nothing is trained."""
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     weights: torch.cuda.CUDAGraph | None
@@ -85,9 +86,11 @@ class BlockGraphs:
         """As the slice's own, whose `deferred` it observes; in training by a slot, if there is one."""
         is_step = self._step > 1 and torch.is_grad_enabled() and shared_copies() is not None
         deferred = self._module.deferred
-        slot = self._taken(hidden, positions, deferred is not None) if is_step and hidden.requires_grad else None
+        slot = self._taken(hidden, positions, deferred is not None) if is_step else None
         if slot is None:
             return self._module.through_blocks(hidden, positions)
+        if not hidden.requires_grad:  # else autograd would not call the replay's backward
+            hidden = hidden.detach().requires_grad_()
         y: torch.Tensor = _Replay.apply(hidden, positions, self, slot, deferred)  # type: ignore[no-untyped-call]
         return y
 
@@ -124,7 +127,7 @@ class BlockGraphs:
         autocast = partial(torch.autocast, "cuda", torch.get_autocast_dtype("cuda"))
         # the context's cache of casts would not outlive the step
         casting = partial(autocast, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-        x, of_y = hidden.detach().clone().requires_grad_(), torch.zeros_like(hidden)
+        x, of_y = hidden.detach().clone().requires_grad_(hidden.requires_grad), torch.zeros_like(hidden)
         places = None if positions is None else positions.clone()
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with self._apart(is_split) as deferred, autocast(enabled=False):
@@ -135,7 +138,8 @@ class BlockGraphs:
                 self._backward(x, y, of_y)
                 deferred.run()
             torch.cuda.current_stream().wait_stream(stream)
-            of_blocks, shared = set(map(id, self._parameters)), shared_copies() or {}
+            of_blocks = {id(each) for block in self._module.blocks() for each in block.parameters()}
+            shared = shared_copies() or {}
             self._copies |= {key: copy for key, copy in shared.items() if id(key[0]) in of_blocks}
             del y
             torch.cuda.empty_cache()
@@ -171,9 +175,11 @@ class BlockGraphs:
             for parameter, kept in zip(self._parameters, gradients, strict=True):
                 parameter.grad = kept
 
-    def _backward(self, x: torch.Tensor, y: torch.Tensor, of_y: torch.Tensor) -> torch.Tensor:
+    def _backward(self, x: torch.Tensor, y: torch.Tensor, of_y: torch.Tensor) -> torch.Tensor | None:
         """The gradient of x; adds those of weights that are not deferred. AccumulateGrad would change streams."""
-        of_x, *others = torch.autograd.grad(y, [x, *self._parameters], of_y, allow_unused=True)
+        inputs = [x] if x.requires_grad else []
+        gradients = torch.autograd.grad(y, [*inputs, *self._parameters], of_y, allow_unused=True)
+        of_x, others = gradients[0] if inputs else None, gradients[len(inputs) :]
         with torch.no_grad():
             for parameter, gradient in zip(self._parameters, others, strict=True):
                 if gradient is not None:  # others were added by their products
@@ -240,4 +246,5 @@ class _Replay(torch.autograd.Function):
         ctx.slot.of_y.copy_(gradients[0])
         ctx.graphs.replay_backward(ctx.slot, ctx.deferred)
         # the slot's own is overwritten by its next micro-batch, perhaps before this one is sent
-        return ctx.slot.of_x.clone(), None, None, None, None
+        of_x = ctx.slot.of_x
+        return None if of_x is None else of_x.clone(), None, None, None, None

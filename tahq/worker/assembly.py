@@ -242,8 +242,9 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice, stage: int, mi
     elif config.training.precision == "fp8":
         use_fp8_products(module, config.training.fp8)
     elif config.memory.activations == "none" and not config.training.is_low_rank and module.spec.layout.layers_like:
-        is_plain = config.adapter is None and next(module.parameters()).is_cuda
-        module.graphs = BlockGraphs(module) if is_plain else None
+        # DoRA's norms of weights are made once a step, by more than a cast
+        can_record = not (config.adapter is not None and config.adapter.dora) and next(module.parameters()).is_cuda
+        module.graphs = BlockGraphs(module) if can_record else None
 
 
 def _fetch_weights(spec: ModelSpec, ranges: list[BlockRange], working: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 """CUDA graphs of a slice's blocks: the bits of a pass that launches kernel by kernel, and when they are used."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,7 +11,11 @@ from support.small_slices import make_slice, make_spec
 from tahq.memory import block_graphs
 from tahq.memory.block_graphs import BlockGraphs
 from tahq.memory.config import Recompute
+from tahq.memory.recompute import recompute
+from tahq.memory.stored_slice import build_slice
+from tahq.models.adapters.config import AdapterConfig
 from tahq.models.deferred_gradients import DeferredGradients, after_gradient, sharing_weight_copies
+from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice
 
@@ -32,6 +37,19 @@ def replays(monkeypatch):
 
 def make(family: str, level: Recompute = "none", blocks: BlockRange = FIRST_TWO, **keys) -> ModelSlice:
     return make_slice(make_spec(family, hidden_size=320, **keys), level, blocks=blocks, device="cuda")
+
+
+def make_adapted(
+    family: str, level: Recompute = "none", blocks: BlockRange = FIRST_TWO, *, kind: str, dtype: torch.dtype, **keys
+) -> ModelSlice:
+    """A frozen base in that type, or 4 bits, with adapters that change its outputs."""
+    spec = replace(make_spec(family, hidden_size=320), adapter=AdapterConfig(kind=kind, rank=8, **keys))
+    random = RandomContext(0)
+    module = build_slice(spec, blocks, seed=0, device=torch.device("cuda"), random=random, matrices=dtype).train()
+    for number, parameter in enumerate(each for each in module.parameters() if each.requires_grad):
+        parameter.data += 0.1 * normal(parameter.shape, seed=number).cuda()
+    recompute(module, level)
+    return module
 
 
 def compute(module: ModelSlice, order: str, *, bf16: bool, step: int, is_packed: bool = False) -> list[torch.Tensor]:
@@ -60,7 +78,7 @@ def compute(module: ModelSlice, order: str, *, bf16: bool, step: int, is_packed:
                 found += [] if x.grad is None else [x.grad]
             else:
                 deferrals.pop(number).run()
-    return found + [parameter.grad.clone() for parameter in module.parameters()]
+    return found + [parameter.grad.clone() for parameter in module.parameters() if parameter.requires_grad]
 
 
 def train(module: ModelSlice, order: str, *, bf16: bool, is_packed: bool = False) -> list[torch.Tensor]:
@@ -69,7 +87,7 @@ def train(module: ModelSlice, order: str, *, bf16: bool, is_packed: bool = False
     for step in range(STEPS):
         found += compute(module, order, bf16=bf16, step=step, is_packed=is_packed)
         with torch.no_grad():
-            for parameter in module.parameters():
+            for parameter in (each for each in module.parameters() if each.requires_grad):
                 parameter -= 0.001 * parameter.grad.sign()
                 parameter.grad = None
             x = torch.zeros(2, 48, dtype=torch.int64, device="cuda")
@@ -80,7 +98,7 @@ def train(module: ModelSlice, order: str, *, bf16: bool, is_packed: bool = False
 
 
 def check(family: str, order: str, *, bf16: bool = True, is_packed: bool = False, **keys) -> None:
-    plain, recorded = (make(family, **keys) for _ in range(2))
+    plain, recorded = ((make_adapted if "kind" in keys else make)(family, **keys) for _ in range(2))
     recorded.graphs = BlockGraphs(recorded)
     expected = train(plain, order, bf16=bf16, is_packed=is_packed)
     assert all(each.isfinite().all() for each in expected)
@@ -108,6 +126,21 @@ def test_bits_are_those_of_single_kernels_where_parts_are_recomputed(family, ord
 def test_bits_are_those_of_single_kernels_where_rows_have_several_records(family, replays):
     check(family, SPLIT, is_packed=True)
     assert len(replays) == (STEPS - 1) * len(SPLIT.split())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("order", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(("kind", "dtype"), [("lora", "float32"), ("lora", "bfloat16"), ("qlora", "bfloat16")])
+@pytest.mark.parametrize("blocks", [FIRST_TWO, LAST_TWO], ids=["first", "last"])
+def test_bits_of_adapters_are_those_of_single_kernels(family, order, kind, dtype, blocks, replays):
+    check(family, order, kind=kind, dtype=getattr(torch, dtype), blocks=blocks)
+    assert len(replays) == (STEPS - 1) * len(order.split())
+
+
+@pytest.mark.parametrize("order", [WHOLE, SPLIT], ids=["whole", "split"])
+def test_blocks_below_the_first_adapter_are_replayed_without_a_backward(order, replays):
+    check("llama", order, kind="lora", dtype=torch.bfloat16, layers=[1])
+    assert len(replays) == (STEPS - 1) * len(order.split())
 
 
 def test_last_slice(replays):
