@@ -361,8 +361,8 @@ def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Q, K, V and the output, a·T·D·(2·H + 2·K), and the softmax's part.
 
     Fused: log-sum-exp in fp32, 4·T·H. With dropout: softmax in fp32, the mask in bytes and the dropped weights,
-    (4 + 1 + a)·B·H·S²; the causal mask, S², or of packed rows B·S². With a mask or with dropout the fused kernel cannot
-    group keys and values: they are repeated for every query head.
+    (4 + 1 + a)·B·H·S²; the causal mask, S², or of packed rows B·S². With a mask, dropout, or in fp32 on CUDA keys and
+    values are repeated for every query head: kernels cannot group them.
     """
     config, squared, element = spec.hf_config, shape.seq_len**2, shape.element_nbytes
     heads, window = int(config.num_attention_heads), spec.layout.window(config, block)
@@ -373,7 +373,8 @@ def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
         num_masks = shape.micro_batch if shape.packed else 1
         kv_heads, softmax = heads, shape.micro_batch * heads * squared * (_FP32 + 1 + element) + num_masks * squared
     else:
-        kv_heads = heads if _is_masked(window, shape) else num_kv_heads(config)
+        is_grouped = not _is_masked(window, shape) and (shape.bf16 or not shape.on_cuda)
+        kv_heads = num_kv_heads(config) if is_grouped else heads
         softmax = _FP32 * shape.num_tokens * heads
     return element * shape.num_tokens * head_dim(config) * (2 * heads + 2 * kv_heads) + softmax
 

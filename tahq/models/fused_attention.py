@@ -64,27 +64,53 @@ def fused_attention(
     """
     if num_chunks == 1 and (mask is not None or not query.is_cuda):
         return None
-    dtype, groups = product_dtype(query), query.shape[1] // key.shape[1]
-    if mask is not None and groups > 1:  # as transformers does, because kernels with a mask do not group heads
-        key, value = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
+    dtype, is_causal = product_dtype(query), mask is None and query.shape[2] > 1
+    if mask is not None:  # as transformers does, because kernels with a mask do not group heads
+        key, value = _of_every_head(query, key, value)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)  # as autocast does
+    choice = _choice(query, key, value, mask, scaling, is_causal=is_causal)
+    keeps_weights = choice is SDPBackend.MATH and query.is_cuda and mask is None  # all S² of them
+    if keeps_weights:
+        key, value = _of_every_head(query, key, value)
+        choice = _choice(query, key, value, mask, scaling, is_causal=is_causal)
     num_chunks = _usable_chunks(query, key, num_chunks)
-    is_grouped, is_causal = key.shape[1] < query.shape[1], mask is None and query.shape[2] > 1
-    choice = SDPBackend(
-        torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scaling, enable_gqa=is_grouped)
-    )
     place = choice, query.device.type
     if place[1] == "cuda" and choice in _WITH_STATISTICS and is_causal:
         kernels = _kernels_of(query.shape[3])
         if kernels is not None:
             attended: torch.Tensor = _Causal.apply(query, key, value, scaling, kernels)  # type: ignore[no-untyped-call]
             return attended.transpose(1, 2)
-    if num_chunks == 1 or place not in _OPERATORS or (place[1] == "cuda" and query.shape[3] % _HEAD_ALIGNMENT):
+    if num_chunks == 1 and not keeps_weights:
+        return None
+    if place not in _OPERATORS or (place[1] == "cuda" and query.shape[3] % _HEAD_ALIGNMENT):
         return None
     bias = None if mask is None else mask.to(dtype)
     options = {"is_causal": is_causal, "scale": scaling, "dropout_p": 0.0, "compute_log_sumexp": True}
     output: torch.Tensor = _InChunks.apply(query, key, value, bias, num_chunks, *_OPERATORS[place], options)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2)
+
+
+def _of_every_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, repeated for each query head that they serve."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
+    return key, value
+
+
+def _choice(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    *,
+    is_causal: bool,
+) -> SDPBackend:
+    """What torch would compute it with."""
+    is_grouped = key.shape[1] < query.shape[1]
+    return SDPBackend(
+        torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scaling, enable_gqa=is_grouped)
+    )
 
 
 @cache

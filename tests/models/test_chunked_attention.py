@@ -118,11 +118,25 @@ def test_no_more_is_kept_for_the_backward(case, bf16):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable_kernels")
+def test_grouped_heads_in_fp32_have_a_fused_kernel_on_cuda():
+    found = []
+    for device in ("cuda", "cpu"):
+        module, x = make_slice(spec_of("llama"), device=device), normal((2, 48, 64)).to(device).requires_grad_()
+        with _Calls() as calls:
+            y = module(x)
+        y.backward(normal(y.shape, seed=1).to(device))
+        found.append({"y": y, "x": x.grad} | {name: p.grad for name, p in module.named_parameters()})
+        assert len(calls.shapes) == 1
+    for name, value in found[0].items():
+        torch.testing.assert_close(value.cpu(), found[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("repeatable_kernels")
 @pytest.mark.parametrize("case", ["gpt2", "llama", "qwen2 with a window"])
 @every_dtype
 def test_bits_are_those_of_one_call_on_cuda(case, bf16):
-    """320 heads, more than two chunks need, of 24 channels, not for own kernels. No kernel groups heads in fp32."""
-    is_fused = bf16 or case != "llama"
+    """320 heads, more than two chunks need, of 24 channels, not for own kernels. In fp32 keys are repeated."""
     spec = make_spec(case.split()[0], **CASES[case], hidden_size=960, num_heads=40)
     found = []
     for num_chunks in (1, 2, 100):
@@ -131,7 +145,7 @@ def test_bits_are_those_of_one_call_on_cuda(case, bf16):
         x = normal((8, 256, 960)).cuda().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16), _Calls() as calls:
             y = module(x)
-        assert (len(calls.shapes) > 1) == (num_chunks > 1 and is_fused)
+        assert (len(calls.shapes) > 1) == (num_chunks > 1)
         y.float().backward(normal(y.shape, seed=1).cuda())
         found.append({"y": y, "x": x.grad} | {name: p.grad for name, p in module.named_parameters()})
     assert different(found[0], found[1]) == []
