@@ -14,7 +14,7 @@ Shapes: B samples, H query heads, K key and value heads, S positions, D channels
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -68,11 +68,12 @@ def fused_attention(
     if mask is not None:  # as transformers does, because kernels with a mask do not group heads
         key, value = _of_every_head(query, key, value)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)  # as autocast does
-    choice = _choice(query, key, value, mask, scaling, is_causal=is_causal)
-    keeps_weights = choice is SDPBackend.MATH and query.is_cuda and mask is None  # all S² of them
+    backend = partial(torch._fused_sdp_choice, attn_mask=mask, is_causal=is_causal, scale=scaling)
+    choice = SDPBackend(backend(query, key, value, enable_gqa=key.shape[1] < query.shape[1]))
+    keeps_weights = choice == SDPBackend.MATH and query.is_cuda and mask is None  # all S² of them
     if keeps_weights:
         key, value = _of_every_head(query, key, value)
-        choice = _choice(query, key, value, mask, scaling, is_causal=is_causal)
+        choice = SDPBackend(backend(query, key, value))
     num_chunks = _usable_chunks(query, key, num_chunks)
     place = choice, query.device.type
     if place[1] == "cuda" and choice in _WITH_STATISTICS and is_causal:
@@ -95,22 +96,6 @@ def _of_every_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     groups = query.shape[1] // key.shape[1]
     key, value = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
     return key, value
-
-
-def _choice(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    *,
-    is_causal: bool,
-) -> SDPBackend:
-    """What torch would compute it with."""
-    is_grouped = key.shape[1] < query.shape[1]
-    return SDPBackend(
-        torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scaling, enable_gqa=is_grouped)
-    )
 
 
 @cache
