@@ -10,11 +10,12 @@ memory that all of a slot's graphs share and other slots do not. More slots are 
 micro-batches that find none are computed kernel by kernel.
 """
 
+import gc
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class BlockGraphs:
         kind: _Kind = hidden.shape, hidden.dtype, is_split, positions is not None
         free = self._free.setdefault(kind, [])
         if not free and not self._has_failed and free_bytes(hidden.device) >= self._slot_bytes + KEPT_FREE:
+            gc.disable()  # a graph that is freed meanwhile makes a recording fail
             try:
                 with on_device_of(hidden):
                     slot = self._record(hidden, positions, is_split)
@@ -109,6 +111,8 @@ class BlockGraphs:
                 self._has_failed = True
                 log.warning("computing the blocks without further CUDA graphs: %s", error)
                 return None
+            finally:
+                gc.enable()
             self._slots.setdefault(kind, []).append(slot)
             return slot
         return free.pop() if free else None
@@ -129,7 +133,7 @@ class BlockGraphs:
         casting = partial(autocast, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
         x, of_y = hidden.detach().clone().requires_grad_(hidden.requires_grad), torch.zeros_like(hidden)
         places = None if positions is None else positions.clone()
-        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = _recording_stream(hidden.device)
         with self._apart(is_split) as deferred, autocast(enabled=False):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -212,6 +216,12 @@ class BlockGraphs:
             with torch.no_grad():
                 place.zero_() if parameter.grad is None else place.copy_(parameter.grad)
             parameter.grad = place
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: every 33rd that torch gives is one that a codec may work on, whose kernels would be recorded."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _has_fixed_kernels(module: ModelSlice, parameters: Iterable[Any]) -> bool:

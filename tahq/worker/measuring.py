@@ -397,11 +397,15 @@ class ComputeMeasurement:
         if model.graphs is not None:
             model.graphs.begin()
             model.graphs.begin()  # as in a second step
+        draws = torch.Generator(self._device)  # torch's own cannot be used after a recording that failed
         with torch.no_grad():
             for parameter in model.parameters():
                 if packed_weight(parameter) is None:
-                    parameter.normal_(std=0.02)
-        return self._timed(model, micro_batch)
+                    parameter.normal_(std=0.02, generator=draws)
+        try:
+            return self._timed(model, micro_batch)
+        finally:
+            model.graphs = None  # they and the model hold each other
 
     def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
         """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""

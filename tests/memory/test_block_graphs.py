@@ -1,6 +1,9 @@
 """CUDA graphs of a slice's blocks: the bits of a pass that launches kernel by kernel, and when they are used."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import get_args
 
 import pytest
@@ -24,6 +27,8 @@ FIRST_TWO, LAST_TWO = BlockRange(0, 2, 3), BlockRange(1, 3, 3)
 SHAPE = 2, 48, 320
 WHOLE = "F0 F1 F2 B0 F3 B1 B2 B3"
 SPLIT = "F0 F1 F2 B0 F3 B1 W0 W1 B2 B3 W2 W3"
+MANY = " ".join(f"{kind}{number}" for kind in "FB" for number in range(40))
+"""More than torch has streams."""
 STEPS = 4
 
 
@@ -153,6 +158,44 @@ def test_micro_batches_that_find_no_slot_are_computed_by_single_kernels(monkeypa
     monkeypatch.setattr(block_graphs, "free_bytes", lambda device: 1 << 60 if next(rooms, False) else 0)
     check("gpt2", SPLIT)
     assert 0 < len(replays) < (STEPS - 1) * len(SPLIT.split())
+
+
+def test_kernels_of_other_threads_are_not_recorded(replays):
+    stream, counter, is_done = torch.cuda.Stream(), torch.zeros(1, device="cuda"), Event()
+
+    def work() -> int:
+        count = 0
+        with torch.cuda.stream(stream):
+            while not is_done.is_set():
+                counter.add_(1)
+                stream.synchronize()
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as thread:
+        count = thread.submit(work)
+        try:
+            check("gpt2", MANY)
+        finally:
+            is_done.set()
+        assert counter.item() == count.result() > 0
+    assert len(replays) == (STEPS - 1) * len(MANY.split())
+
+
+def test_no_garbage_is_collected_in_a_recording(replays):
+    module, collects = make("gpt2"), []
+    module.graphs, through_blocks = BlockGraphs(module), module.through_blocks
+
+    def observed(*args):
+        if torch.cuda.is_current_stream_capturing():
+            collects.append(gc.isenabled())
+        return through_blocks(*args)
+
+    module.through_blocks = observed
+    train(module, WHOLE, bf16=True)
+    assert replays
+    assert collects == [False] * 3
+    assert gc.isenabled()
 
 
 def test_slots_of_an_abandoned_step_are_free_again(replays):
