@@ -38,10 +38,6 @@ class StepBatch:
         rows = self._rows(index)
         return self.tokens[rows], self.labels[rows]
 
-    def micro_batch_sample_ids(self, index: int) -> torch.Tensor:
-        """View of the sample ids of micro-batch `index`, int64 [micro_batch_size]."""
-        return self.sample_ids[self._rows(index)]
-
     def micro_batch_positions(self, index: int) -> torch.Tensor | None:
         """View of the positions of micro-batch `index`; None if each of its rows is one record."""
         positions = None if self.positions is None else self.positions[self._rows(index)]

@@ -192,7 +192,8 @@ def _micro_batch(model: PlainModel, batch, step: int, replica: int, index: int, 
     """The loss of a micro-batch, whose gradients are added."""
     tokens, labels = batch.micro_batch(number)
     balance = model.begin_balance(tokens.numel())
-    logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(number).tolist(), replica)
+    sample_ids = batch.sample_ids.view(-1, batch.micro_batch_size)[number].tolist()
+    logits = model.forward(tokens, step, index, sample_ids, replica)
     total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     differentiated = total
     if factor := model.config.training.z_loss:
