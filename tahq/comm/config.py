@@ -131,8 +131,8 @@ class LinksConfig(Section):
 
 
 class MachineConfig(Section):
-    """Where the workers run: `local` (the default), `namespaces`, a number of invited machines (`hosts: {invited: 3}`), or
-    a list, of which the n-th machine runs stage n. Keys in `host_defaults` are for all entries that do not set them.
+    """Where the workers run: `local` (the default), `namespaces`, a number of invited machines (`hosts: {invited: 3}`),
+    or a list, of which the n-th machine runs stage n. Keys in `host_defaults` are for all entries that do not set them.
 
     With `namespaces` each worker has a host of a network that is made on this machine, as `emulate` says; needs root.
 
