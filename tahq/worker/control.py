@@ -252,6 +252,8 @@ class WorkerTraining:
         control.num_decided = first_step
         for step in range(first_step, stage.plan.total_steps):
             control.step = step
+            if self._config.training.is_fused:  # the backward changes what a checkpoint is copied from
+                self._writer.hold_back_changes()
             result = stage.engine.run_step(step)
             reached(fault_points.BEFORE_PREPARE, stage=control.stage, step=step)
             control.send(self._prepare(step, result))
