@@ -7,6 +7,7 @@ Two threads beside the compute loop: one owns the data sockets (`ZmqEndpoint`), 
 (`ControlClient`). An ABORT that arrives while the compute loop waits for a frame ends that wait.
 """
 
+import gc
 import logging
 import re
 import signal
@@ -118,6 +119,8 @@ def run_worker(options: WorkerOptions) -> int:
             raise
         finally:
             worker.close()
+        del worker
+        gc.collect()  # of cycles, whose memory the next one needs
 
 
 class Worker:
