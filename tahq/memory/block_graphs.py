@@ -66,7 +66,7 @@ class BlockGraphs:
         self._free: dict[_Kind, list[_Slot]] = {}
         self._slot_bytes = 0
         """Memory of the largest slot."""
-        self._has_failed = False
+        self._has_failed, self._may_record = False, False
         self._gradients: list[torch.Tensor] = []
         """Where recorded backwards add to the gradients of `_parameters`."""
         self._copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}
@@ -81,6 +81,7 @@ class BlockGraphs:
     def begin(self) -> None:
         """Before a step: no micro-batch is in flight."""
         self._step += 1
+        self._may_record = not self._has_failed
         self._free = {kind: list(slots) for kind, slots in self._slots.items()}
 
     def through_blocks(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,20 +103,32 @@ class BlockGraphs:
         self._refresh_copies()
         kind: _Kind = hidden.shape, hidden.dtype, is_split, positions is not None
         free = self._free.setdefault(kind, [])
-        if not free and not self._has_failed and free_bytes(hidden.device) >= self._slot_bytes + KEPT_FREE:
+        if not free and self._may_record and self._has_room(hidden.device, kind):
             gc.disable()  # a graph that is freed meanwhile makes a recording fail
-            try:
-                with on_device_of(hidden):
+            try:  # one that fails leaves its stream the current one
+                with on_device_of(hidden), torch.cuda.stream(torch.cuda.current_stream(hidden.device)):
                     slot = self._record(hidden, positions, is_split)
             except RuntimeError as error:
-                self._has_failed = True
+                self._has_failed, self._may_record = True, False
                 log.warning("computing the blocks without further CUDA graphs: %s", error)
                 return None
             finally:
                 gc.enable()
             self._slots.setdefault(kind, []).append(slot)
             return slot
+        # a pass kernel by kernel holds nodes of autograd's that a recording would wait for
+        self._may_record &= bool(free)
         return free.pop() if free else None
+
+    def _has_room(self, device: torch.device, kind: _Kind) -> bool:
+        """Whether a slot fits, if need be after those of an earlier schedule or length have been given up."""
+        needed = self._slot_bytes + KEPT_FREE
+        if free_bytes(device) < needed:
+            for other in [each for each in self._slots if each != kind]:
+                if len(self._free[other]) == len(self._slots[other]):
+                    del self._free[other], self._slots[other]
+            torch.cuda.empty_cache()
+        return free_bytes(device) >= needed
 
     def _refresh_copies(self) -> None:
         """Once in a step: cast the weights anew, for all passes of it."""

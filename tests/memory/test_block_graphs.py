@@ -160,6 +160,29 @@ def test_micro_batches_that_find_no_slot_are_computed_by_single_kernels(monkeypa
     assert 0 < len(replays) < (STEPS - 1) * len(SPLIT.split())
 
 
+def test_nothing_is_recorded_beside_a_micro_batch_without_a_slot(monkeypatch, replays):
+    rooms = iter([True, False] + [True] * 100)
+    monkeypatch.setattr(block_graphs, "free_bytes", lambda device: 1 << 60 if next(rooms) else 0)
+    check("gpt2", WHOLE)
+    assert 0 < len(replays) < (STEPS - 1) * len(WHOLE.split())
+
+
+def test_slots_of_an_earlier_schedule_make_room(monkeypatch, replays):
+    plain, recorded = make("gpt2"), make("gpt2")
+    recorded.graphs = BlockGraphs(recorded)
+    found, reserved = [], []
+    for module in (plain, recorded):
+        found.append([each for step in range(3) for each in compute(module, SPLIT, bf16=True, step=step)])
+        reserved.append(torch.cuda.memory_reserved())
+        rooms = iter([0] + [1 << 60] * 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(block_graphs, "free_bytes", lambda device, rooms=rooms: next(rooms))
+            found[-1] += compute(module, WHOLE, bf16=True, step=3)
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+    assert len(replays) == 2 * len(SPLIT.split()) + len(WHOLE.split())
+    assert torch.cuda.memory_reserved() <= reserved[1]
+
+
 def test_kernels_of_other_threads_are_not_recorded(replays):
     stream, counter, is_done = torch.cuda.Stream(), torch.zeros(1, device="cuda"), Event()
 
