@@ -123,12 +123,14 @@ class BlockGraphs:
     def _has_room(self, device: torch.device, kind: _Kind) -> bool:
         """Whether a slot fits, if need be after those of an earlier schedule or length have been given up."""
         needed = self._slot_bytes + KEPT_FREE
-        if free_bytes(device) < needed:
-            for other in [each for each in self._slots if each != kind]:
-                if len(self._free[other]) == len(self._slots[other]):
-                    del self._free[other], self._slots[other]
+        if free_bytes(device) >= needed:
+            return True
+        idle = [each for each in self._slots if each != kind and len(self._free[each]) == len(self._slots[each])]
+        for other in idle:
+            del self._free[other], self._slots[other]
+        if idle:
             torch.cuda.empty_cache()
-        return free_bytes(device) >= needed
+        return bool(idle) and free_bytes(device) >= needed
 
     def _refresh_copies(self) -> None:
         """Once in a step: cast the weights anew, for all passes of it."""
@@ -233,7 +235,7 @@ class BlockGraphs:
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: every 33rd that torch gives is one that a codec may work on, whose kernels would be recorded."""
+    """One for all: torch gives its 32 out again and again, and a codec's kernels on the same one would be recorded."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
