@@ -12,6 +12,7 @@ micro-batches that find none are computed kernel by kernel.
 
 import gc
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class BlockGraphs:
         self._free: dict[_Kind, list[_Slot]] = {}
         self._slot_bytes = 0
         """Memory of the largest slot."""
-        self._has_failed, self._may_record = False, False
+        self._paused_until: float = 0
+        """Nothing more is recorded up to this step; infinite once a recording has failed."""
         self._gradients: list[torch.Tensor] = []
         """Where recorded backwards add to the gradients of `_parameters`."""
         self._copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}
@@ -81,7 +83,6 @@ class BlockGraphs:
     def begin(self) -> None:
         """Before a step: no micro-batch is in flight."""
         self._step += 1
-        self._may_record = not self._has_failed
         self._free = {kind: list(slots) for kind, slots in self._slots.items()}
 
     def through_blocks(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -103,25 +104,27 @@ class BlockGraphs:
         self._refresh_copies()
         kind: _Kind = hidden.shape, hidden.dtype, is_split, positions is not None
         free = self._free.setdefault(kind, [])
-        if not free and self._may_record and self._has_room(hidden.device, kind):
+        if not free and self._step > self._paused_until and self._make_room(hidden.device, kind):
             gc.disable()  # a graph that is freed meanwhile makes a recording fail
             try:  # one that fails leaves its stream the current one
                 with on_device_of(hidden), torch.cuda.stream(torch.cuda.current_stream(hidden.device)):
                     slot = self._record(hidden, positions, is_split)
             except RuntimeError as error:
-                self._has_failed, self._may_record = True, False
+                self._paused_until = math.inf
                 log.warning("computing the blocks without further CUDA graphs: %s", error)
                 return None
             finally:
                 gc.enable()
             self._slots.setdefault(kind, []).append(slot)
             return slot
+        if free:
+            return free.pop()
         # a pass kernel by kernel holds nodes of autograd's that a recording would wait for
-        self._may_record &= bool(free)
-        return free.pop() if free else None
+        self._paused_until = max(self._paused_until, self._step)
+        return None
 
-    def _has_room(self, device: torch.device, kind: _Kind) -> bool:
-        """Whether a slot fits, if need be after those of an earlier schedule or length have been given up."""
+    def _make_room(self, device: torch.device, kind: _Kind) -> bool:
+        """Whether another slot fits; if need be, those of an earlier schedule or length are given up for it."""
         needed = self._slot_bytes + KEPT_FREE
         if free_bytes(device) >= needed:
             return True
