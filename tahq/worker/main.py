@@ -120,7 +120,7 @@ def run_worker(options: WorkerOptions) -> int:
         finally:
             worker.close()
         del worker
-        gc.collect()  # of cycles, whose memory the next one needs
+        gc.collect()  # its stage is full of cycles, and the next one needs the memory
 
 
 class Worker:

@@ -397,11 +397,10 @@ class ComputeMeasurement:
         if model.graphs is not None:
             model.graphs.begin()
             model.graphs.begin()  # as in a second step
-        draws = torch.Generator(self._device)  # torch's own cannot be used after a recording that failed
         with torch.no_grad():
             for parameter in model.parameters():
                 if packed_weight(parameter) is None:
-                    parameter.normal_(std=0.02, generator=draws)
+                    parameter.normal_(std=0.02)
         try:
             return self._timed(model, micro_batch)
         finally:
