@@ -10,11 +10,11 @@ not an option here has its default; of `default` the codecs, too.
 
 Losses are those of the test records, without codecs, in nats per token of the answers. An answer is exact if greedy
 decoding of the exported model, whole on one device, writes it and then the end. The target is the lowest loss that all
-runs reach; time to it is the sum of the steps before, evaluations left out. ± is half of the 95 % interval by Student's
-t over seeds; `minus none` is of pairs of the same seed. Finished runs are JSON lines beside FILE.md: call the script
-again to continue. With `--seconds` no run begins that would not end by then, if it takes as long as the longest.
-`--parallel` runs of one row are made at once, and share the GPU and the cores, but no link. A first run of two steps,
-which counts for nothing, measures the machine and compiles kernels.
+runs of a seed reach; time to it is the sum of the steps before, evaluations left out. ± is half of the 95 % interval by
+Student's t over seeds; `minus none` is of pairs of the same seed. Finished runs are JSON lines beside FILE.md: call the
+script again to continue. With `--seconds` no run begins that would not end by then, if it takes as long as the longest.
+`--parallel` runs of one row are made at once, and share the GPU and the cores, but no link; times are those of the
+other runs. A first run of two steps, which counts for nothing, measures the machine and compiles kernels.
 """
 
 import argparse
@@ -129,8 +129,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 continue
             with ThreadPoolExecutor(len(keys)) as threads:
                 for row in threads.map(lambda key: todo[key](), keys):
-                    rows.append(row)
-                    append_row(path, row)
+                    rows.append({**row, "at_once": len(keys)})
+                    append_row(path, rows[-1])
     return rows
 
 
@@ -152,22 +152,23 @@ def reached(row: Row, target: float) -> tuple[int, float]:
 
 
 def final_rows(by_wire: Mapping[str, dict[int, Row]], before: Sequence[Row]) -> Iterator[list[object]]:
-    """Each wire's last loss, exact answers, and time to the loss that all reach."""
-    lowest = [min(loss for *_, loss in row["curve"]) for each in by_wire.values() for row in each.values()]
+    """Each wire's last loss, exact answers, and time to the loss that all runs of a seed reach."""
     for row in before:
-        yield ["before", "", "", "", f"{100 * row['exact']:.1f} %", *[""] * 5]
-    none, target = next(iter(by_wire.values()), {}), max(lowest, default=0.0)
+        yield ["before", "", "", "", f"{100 * row['exact']:.1f} %", *[""] * 4]
+    none = next(iter(by_wire.values()), {})
+    common = [seed for seed in none if all(seed in each for each in by_wire.values())]
+    targets = {seed: max(min(loss for *_, loss in each[seed]["curve"]) for each in by_wire.values()) for seed in common}
     for wire, each in by_wire.items():
-        last = {seed: row["curve"][-1][2] for seed, row in each.items()}
-        times = [reached(row, target) for row in each.values()]
-        common = [seed for seed in each if seed in none]
+        to_target = {seed: reached(each[seed], target) for seed, target in targets.items()}
+        alone = [seed for seed in common if each[seed]["at_once"] == none[seed]["at_once"] == 1]
         some = next(iter(each.values()))
         yield [
-            *(f"`{wire}`", len(each), interval([*last.values()], 4)),
-            interval([last[seed] - none[seed]["curve"][-1][2] for seed in common], 4),
+            *(f"`{wire}`", len(each), interval([row["curve"][-1][2] for row in each.values()], 4)),
+            interval([each[seed]["curve"][-1][2] - none[seed]["curve"][-1][2] for seed in common], 4),
             interval([100 * row["exact"] for row in each.values()], 1) + " %",
-            *(f"{target:.4f}", interval([step for step, _ in times], 0), interval([s for _, s in times], 0)),
-            interval([reached(none[seed], target)[1] / reached(each[seed], target)[1] for seed in common], 2),
+            interval([step for step, _ in to_target.values()], 0),
+            interval([to_target[seed][1] for seed in alone], 0),
+            interval([reached(none[seed], targets[seed])[1] / to_target[seed][1] for seed in alone], 2),
             f"{some['sent'] / 1e6:,.2f} MB; {', '.join(some['codecs'])}",
         ]
 
@@ -187,7 +188,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     shown = {key: getattr(options, key) for key in ("steps", "global_batch", "micro_batch", "seq_len", "lr", "rate")}
     settings = ", ".join(f"{key} {'default' if value is None else value}" for key, value in shown.items())
     yield f"{options.model.name}, records of {options.train.name} and {options.test.name}; {settings}."
-    columns = ("wire", "seeds", "last loss", "minus none", "exact answers", "target", "steps to it", "s to it")
+    columns = ("wire", "seeds", "last loss", "minus none", "exact answers", "steps to target", "s to target")
     yield Table((*columns, "times as fast as none", "bytes per step, last"), final_rows(by_wire, rows[:1]))
     yield Table(("step", *(f"`{wire}`" for wire in by_wire)), curve_rows(by_wire), heading="Held-out loss by step")
 
