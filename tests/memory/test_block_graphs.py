@@ -34,9 +34,9 @@ STEPS = 4
 
 @pytest.fixture
 def replays(monkeypatch):
-    """Grows with each graph that is replayed."""
+    """Grows with each graph that is replayed, and keeps none alive."""
     found, replay = [], torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(graph), replay(graph))[1])
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(id(graph)), replay(graph))[1])
     return found
 
 
