@@ -177,13 +177,15 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
     update_s = stages.update_s(np.array(plan.layers, dtype=float), options)
     # frames wait where tahq chooses the next one only if uplinks are shaped; else links share an uplink as TCP does
     is_ordered = piece_nbytes is None or len(table.problem.firsts) > 1 or plan.first != "oldest"
-    relay: int | HostCosts = HostCosts(*(speed.rates * rate for rate in table.relay_rates))
+    relay: int | HostCosts = HostCosts(*(float(speed.rates * rate) for rate in table.relay_rates))
     if table.relay in plan.hosts:
         relay = plan.hosts.index(table.relay)
     return Costs(
         compute_s=compute_seconds(*((speed.compute * each).tolist() for each in seconds)),
         cuts=cuts,
-        hosts=[HostCosts(speed.rates * table.up[host], speed.rates * table.down[host]) for host in plan.hosts],
+        hosts=[
+            HostCosts(*(float(speed.rates * rates[host]) for rates in (table.up, table.down))) for host in plan.hosts
+        ],
         commit_s=max((2 * cut.latency_s for cut in cuts), default=0.0) + update_s,
         piece_nbytes=piece_nbytes,
         first=plan.first if is_ordered else None,

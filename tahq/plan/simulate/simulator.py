@@ -119,12 +119,12 @@ class _Simulation:
         self._num_events = 0
         self._position = [0] * schedule.num_stages
         self._is_computing = [False] * schedule.num_stages
-        self._ready: set[tuple[Action, int]] = set()
+        self._ready: list[set[Action]] = [set() for _ in schedule.actions]
         """Results by the stage where they are."""
         devices = costs.devices or range(schedule.num_stages)
         by_number = {number: _Device() for number in devices}
-        self._devices = [by_number[number] for number in devices]
-        """By stage."""
+        self._devices = [None if list(devices).count(number) == 1 else by_number[number] for number in devices]
+        """By stage; None: it shares none."""
         self._lane_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._network = SimulatedNetwork(costs, self._at)
         self._actions: list[ActionSpan] = []
@@ -157,10 +157,13 @@ class _Simulation:
         if self._is_computing[stage] or self._position[stage] == len(row):
             return
         action = row[self._position[stage]]
-        if all((need, stage) in self._ready for need in self._needs[action]):
+        if self._ready[stage].issuperset(self._needs[action]):
             self._is_computing[stage] = True
             self._position[stage] += 1
             seconds, device = self._costs.compute_s[action.chunk, action.kind], self._devices[stage]
+            if device is None:
+                self._at(now + seconds, lambda end_s: self._finish(stage, action, now, end_s))
+                return
             device.advance(now)
             device.left_s[stage] = seconds, lambda end_s: self._finish(stage, action, now, end_s)
             self._expect(device, now)
@@ -184,7 +187,7 @@ class _Simulation:
     def _finish(self, stage: int, action: Action, start_s: float, end_s: float) -> None:
         self._actions.append(ActionSpan(stage, action, start_s, end_s))
         self._is_computing[stage] = False
-        self._ready.add((action, stage))
+        self._ready[stage].add(action)
         self._pass_on(action, end_s)
         self._start_next(stage, end_s)
 
@@ -213,7 +216,7 @@ class _Simulation:
             self._at(self._lane_end_s("decode", target, transfer.delivered_s, decode_s), arrive)
 
         def arrive(now: float) -> None:
-            self._ready.add((action, target))
+            self._ready[target].add(action)
             self._start_next(target, now)
 
         encoded_s = self._lane_end_s("encode", source, now, encode_s)
