@@ -123,8 +123,8 @@ class _Simulation:
         """Results by the stage where they are."""
         devices = costs.devices or range(schedule.num_stages)
         by_number = {number: _Device() for number in devices}
-        self._devices = [None if list(devices).count(number) == 1 else by_number[number] for number in devices]
-        """By stage; None: it shares none."""
+        self._devices = [by_number[number] for number in devices]
+        """By stage."""
         self._lane_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._network = SimulatedNetwork(costs, self._at)
         self._actions: list[ActionSpan] = []
@@ -161,9 +161,6 @@ class _Simulation:
             self._is_computing[stage] = True
             self._position[stage] += 1
             seconds, device = self._costs.compute_s[action.chunk, action.kind], self._devices[stage]
-            if device is None:
-                self._at(now + seconds, lambda end_s: self._finish(stage, action, now, end_s))
-                return
             device.advance(now)
             device.left_s[stage] = seconds, lambda end_s: self._finish(stage, action, now, end_s)
             self._expect(device, now)
