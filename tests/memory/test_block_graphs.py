@@ -173,7 +173,7 @@ def test_slots_of_an_earlier_schedule_make_room(monkeypatch, replays):
     found, reserved = [], []
 
     def room(device: torch.device) -> int:
-        """None at first."""
+        """Bytes for slots: none at the first question, then enough."""
         reserved.append(torch.cuda.memory_reserved())
         return 0 if len(reserved) == 1 else 1 << 60
 
