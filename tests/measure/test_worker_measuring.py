@@ -204,8 +204,9 @@ def order_to(*peers, least_s=0.2):
 
 
 def test_compute_is_timed_for_every_size(members, monkeypatch):
-    """A busy machine may not make its times implausible."""
+    """Whatever times a busy machine gives, they are plausible here."""
     monkeypatch.setattr(measuring, "MOST_SLOWER", math.inf)
+    monkeypatch.setattr(measuring, "NO_FASTER", 0.0)
     figures = members[1].carry_out(MeasureCompute([4, 2, 2], [RAW]))
     assert [row["micro_batch"] for row in figures.times] == [2, 4]
     assert (figures.stage, list(figures.codecs), figures.notes) == (1, [RAW], [])
