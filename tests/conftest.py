@@ -51,6 +51,7 @@ def _keep_keys_apart(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("ci") is None)  # long files first: none is left at the end
     for mark, obstacle in (("gpu", _no_cuda), ("netns", _no_namespaces)):
         marked = [item for item in items if item.get_closest_marker(mark)]
         reason = obstacle() if marked else None

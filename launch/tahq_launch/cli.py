@@ -29,6 +29,7 @@ from tahq_launch.command_line import (
     announce,
     check_worker_options,
     chosen_step,
+    collect_as_usual,
     log_to_stderr,
     progress_of,
     run_app,
@@ -72,8 +73,7 @@ def launch(
     with placed_errors(cluster_yaml, overrides or ()):
         from tahq_launch.dashboard.process import check_installed
         from tahq_launch.joining.gathered_machines import with_joined
-        from tahq_launch.plan.first_numbers import StoppedError
-        from tahq_launch.plan.first_plan import planned_start
+        from tahq_launch.plan.first_plan import planned_start, run_planned
         from tahq_launch.start.preflight import reachable_start, refuse
         from tahq_launch.start.prepared_run import StartRequest, with_run_name
 
@@ -83,14 +83,8 @@ def launch(
         start, faults = reachable_start(asked)
         if not dry_run:
             refuse(faults)
-            from tahq_launch.start.launcher import launch as launch_run
-
             start = replace(start, overrides=with_run_name(cluster_yaml, start.overrides, resume=resume))
-            start = with_joined(start)
-            try:
-                return launch_run(start if resume else planned_start(start))
-            except StoppedError as stopped:
-                return stopped.exit_status
+            return run_planned(with_joined(start))
         from tahq_launch.plan.dry_run import dry_run as describe
         from tahq_launch.start.local_checks import check_local
         from tahq_launch.start.resolution import resolve_for_run
@@ -170,6 +164,7 @@ def worker(
             spare=spare,
             replaces_host=takeover,
         )
+        collect_as_usual()
         return run_worker(options)
 
     launched = die_with_launcher or exit_with_stdin
@@ -206,19 +201,13 @@ def coordinator(
     """
     from tahq.config.file import placed_errors
     from tahq_launch.joining.gathered_machines import with_joined
-    from tahq_launch.plan.first_numbers import StoppedError
-    from tahq_launch.plan.first_plan import planned_start
-    from tahq_launch.start.launcher import serve
+    from tahq_launch.plan.first_plan import run_planned
     from tahq_launch.start.prepared_run import StartRequest, with_run_name
 
     changes, program = tuple(overrides or ()), "tahq coordinator"
-    request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program)
+    request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program, starts_workers=False)
     with placed_errors(cluster_yaml, request.all_overrides):
-        request = with_joined(replace(request, overrides=with_run_name(cluster_yaml, changes, resume=resume)))
-        try:
-            return serve(request if resume else planned_start(request, starts_workers=False))
-        except StoppedError as stopped:
-            return stopped.exit_status
+        return run_planned(with_joined(replace(request, overrides=with_run_name(cluster_yaml, changes, resume=resume))))
 
 
 def keygen(

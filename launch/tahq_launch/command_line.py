@@ -7,6 +7,7 @@
 """
 
 import errno
+import gc
 import io
 import logging
 import os
@@ -43,6 +44,10 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the run of this name from its newest checkpoint. Default: a new run.")
 ]
+
+_USUAL = gc.get_threshold()
+_SELDOM = 100_000
+"""New objects until garbage is collected while a command imports a million: each collection looks at many of them."""
 
 
 def _print_version(is_asked: bool) -> None:
@@ -127,6 +132,12 @@ def supervised(program: str, serve: Callable[[str, bool], int], restarts: int, *
     return worker_lifetime.supervise(child, restarts)
 
 
+def collect_as_usual() -> None:
+    """Collect garbage as often as Python does by default, but never look for it among what is imported by now."""
+    gc.freeze()
+    gc.set_threshold(*_USUAL)
+
+
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
@@ -135,6 +146,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         that); 1 for an unexpected exception.
     """
     log.addHandler(logging.NullHandler())  # else Python prints errors that have no handler
+    gc.set_threshold(_SELDOM)
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except typer.TyperException as error:

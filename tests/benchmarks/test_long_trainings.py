@@ -38,7 +38,7 @@ def training(model="tiny-llama"):
     return made(model, DataConfig(text="stdlib", seq_len=32), CPU)
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_trainings_with_every_option_have_about_the_same_losses():
     losses = {}
     for option in OPTIONS:

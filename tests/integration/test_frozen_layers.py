@@ -125,13 +125,9 @@ def test_frozen_layers_give_the_plain_loop_with(tmp_path, frozen_layers, section
         assert links_with_gradients(run) == {link for link, stop in enumerate(stops) if stop > frozen_layers}
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("kill@forward:stage=0:step=4", marks=pytest.mark.acceptance),
-        "kill@backward:stage=2:step=4",
-        pytest.param("kill@prepared:stage=1:step=5", marks=pytest.mark.acceptance),
-    ],
+    "fault", ["kill@forward:stage=0:step=4", "kill@backward:stage=2:step=4", "kill@prepared:stage=1:step=5"]
 )
 def test_killed_workers_of_frozen_and_of_trained_stages_return_exactly(tmp_path, monkeypatch, fault):
     given = config(wire=LOSSY, run={"checkpoint_every": 3}, training={"steps": 6})

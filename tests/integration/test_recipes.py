@@ -11,12 +11,9 @@ from safetensors.torch import load_file
 from support.cluster_files import EXAMPLES
 from support.runs import environment, finish, overrides
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.acceptance
 
-RECIPES = [
-    pytest.param(path, id=path.stem, marks=[] if path.stem == "qlora" else pytest.mark.acceptance)
-    for path in sorted((EXAMPLES / "recipes").glob("*.yaml"))
-]
+RECIPES = [pytest.param(path, id=path.stem) for path in sorted((EXAMPLES / "recipes").glob("*.yaml"))]
 STEPS = 4
 
 

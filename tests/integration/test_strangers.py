@@ -7,7 +7,7 @@ from support.strangers import intruders, scan, silent_connections
 
 from tahq.comm.keys import default_key_path, new_key_pair, read_key_file
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.acceptance
 
 STEPS = 120
 SMALL = tiny(pipeline={"stages": 2}, training={"steps": STEPS}, model={"num_layers": 2, "hidden_size": 32})

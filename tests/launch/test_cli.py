@@ -14,7 +14,7 @@ from support.runs import command, environment, overrides, tiny, write_config
 
 from tahq import __version__
 from tahq_launch import cli
-from tahq_launch.start import launcher
+from tahq_launch.plan import first_plan
 
 from .conftest import PROGRAMS, assert_one_line
 
@@ -260,7 +260,7 @@ def test_dry_run_prints_the_schedule_starts_nothing_and_ignores_what_other_machi
 
 
 def test_internal_error_is_one_line_and_with_debug_a_traceback(launch, monkeypatch):
-    monkeypatch.setattr(launcher, "launch", Mock(side_effect=ZeroDivisionError("two lines\nof it")))
+    monkeypatch.setattr(first_plan, "launch", Mock(side_effect=ZeroDivisionError("two lines\nof it")))
     assert_one_line(launch(TINY), 1, "internal error: ZeroDivisionError: two lines of it", "--debug")
     status, _, stderr = launch(TINY, "--debug")
     assert status == 1
@@ -269,5 +269,5 @@ def test_internal_error_is_one_line_and_with_debug_a_traceback(launch, monkeypat
 
 
 def test_keyboard_interrupt_before_a_run_is_130(launch, monkeypatch):
-    monkeypatch.setattr(launcher, "launch", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(first_plan, "launch", Mock(side_effect=KeyboardInterrupt))
     assert launch(TINY) == (130, "", "")

@@ -219,7 +219,7 @@ def findings_of_twenty_hosts(folder: Path) -> list[dict]:
 
 
 @pytest.mark.netns
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_planted_faults_are_named_with_their_remedies_and_nothing_else(tmp_path):
     found = findings_of_twenty_hosts(tmp_path)
     for stage, check, words, remedy in PLANTED:

@@ -104,7 +104,7 @@ def test_run_without_a_readable_config_yaml_is_resumed_from_its_checkpoint(tmp_p
     kept = tmp_path / "runs" / "gpt2" / "config.yaml"
     kept.unlink() if damage is None else kept.write_bytes(damage)
     request = StartRequest(OLD_RUN / "cluster.yaml", ("training.steps=8",), resume=True)
-    with prepared_run(request, lambda config: None) as prepared:
+    with prepared_run(request) as prepared:
         assert prepared.options.start_step == 4
         assert any("using the configuration of the checkpoint after step 4" in note for note in prepared.notes)
     assert load_config(kept).training.steps == 8

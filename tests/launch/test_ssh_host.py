@@ -113,6 +113,7 @@ def remote_run(over_ssh, tmp_path, start):
 
 
 @needs_sshd
+@pytest.mark.acceptance
 def test_remote_worker_exits_when_the_launcher_is_killed(remote_run):
     launcher, workers = remote_run
     os.kill(launcher, signal.SIGKILL)

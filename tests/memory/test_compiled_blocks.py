@@ -7,7 +7,7 @@ from support.small_slices import MICRO_BATCH, SEQ_LEN, different, gradients, mak
 from tahq.memory.compiled_blocks import compile_blocks, compile_now
 from tahq.models.partition import BlockRange
 
-pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch hides its own, but not from pytest
+pytestmark = [pytest.mark.acceptance, pytest.mark.filterwarnings("ignore")]  # torch hides its own, but not from pytest
 
 
 def compiled(spec, blocks: BlockRange, *, bf16: bool):
@@ -21,8 +21,8 @@ def compiled(spec, blocks: BlockRange, *, bf16: bool):
     return module, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.acceptance)])
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_blocks_are_compiled_once_before_they_are_used_and_compute_what_they_did(family, bf16):
     spec, blocks = make_spec(family, num_layers=5), BlockRange(1, 4, 5)
     plain = gradients(make_slice(spec, blocks=blocks), bf16=bf16)

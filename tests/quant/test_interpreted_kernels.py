@@ -26,10 +26,12 @@ SHARED = ("test_codecs_triton.py", MEMORY)
 MODELS = "../models/test_attention_triton.py ../models/test_loss_triton.py"
 """Files of which a part is quick."""
 CASES = [
-    *((file, "not acceptance") for file in (*SHARED, "../memory/test_adamw_triton.py", MODELS)),
+    *((file, "not acceptance") for file in SHARED),
     *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
     pytest.param("test_tah_triton.py", "", marks=pytest.mark.acceptance),
     pytest.param("test_gaussian_triton.py", "", marks=pytest.mark.acceptance),
+    pytest.param("../memory/test_adamw_triton.py", "not acceptance", marks=pytest.mark.acceptance),
+    pytest.param(MODELS, "not acceptance", marks=pytest.mark.acceptance),
 ]
 
 

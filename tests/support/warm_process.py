@@ -27,7 +27,7 @@ WARM = [
     "tahq.worker.main",
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
-    "numba.np.arraymath",
+    "support.loaded_numba",
     "tahq_netem.backends.namespaces",
 ]
 

@@ -79,7 +79,6 @@ def first_numbers(
     needs_codecs: Callable[[ClusterNumbers], bool],
     *,
     measures: bool,
-    starts_workers: bool,
 ) -> FirstNumbers | None:
     """The figures of a configuration's hosts; None: there are none, and none may be measured.
 
@@ -88,7 +87,7 @@ def first_numbers(
         config: the same, resolved.
         start: the command line, for the workers that measure.
         needs_codecs: whether a plan with these figures would need the times of codecs, too.
-        measures, starts_workers: as of `first_plan`.
+        measures: as of `first_plan`.
 
     Raises:
         StoppedError: a worker was lost, or the user stopped the measurement.
@@ -98,7 +97,7 @@ def first_numbers(
         cluster = read_numbers(path)
         check_names(given, cluster, path)
         return FirstNumbers(cluster, f"from {path}")
-    by_hand, sizes = stages_by_hand(config, starts_workers=starts_workers), open_micro_batches(given)
+    by_hand, sizes = stages_by_hand(config, starts_workers=start.starts_workers), open_micro_batches(given)
     has_paths = measures_paths(config, by_hand)
     path = cache_path(config, sizes, has_paths=has_paths)
     found = _cached(path, HOLDS_S[has_paths])
@@ -114,7 +113,7 @@ def first_numbers(
     if found is not None:
         codecs = request.codecs if lacks_codecs else ()
         request = MeasureRequest((), codecs, access=False, paths=False, known=found.cluster)
-    cluster, address = _measured(start, request, by_hand, starts_workers)
+    cluster, address = _measured(start, request, by_hand)
     if found is None or lacks_codecs:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_numbers(cluster, path, is_complete=True)
@@ -195,13 +194,11 @@ def _request(
     )
 
 
-def _measured(
-    start: StartRequest, request: MeasureRequest, by_hand: frozenset[int], starts_workers: bool
-) -> tuple[ClusterNumbers, str]:
+def _measured(start: StartRequest, request: MeasureRequest, by_hand: frozenset[int]) -> tuple[ClusterNumbers, str]:
     """Have the workers measure; returns the figures, and the coordinator's address."""
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     try:
-        status, cluster, address = measured(start, request, folder, starts_workers=starts_workers, join_again=by_hand)
+        status, cluster, address = measured(start, request, folder, join_again=by_hand)
     except UserError:
         shutil.rmtree(folder)
         raise

@@ -36,15 +36,20 @@ from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.command_line import announce, progress_of
 from tahq_launch.plan.command import interpolated_times, planned_config
-from tahq_launch.plan.first_numbers import completed, first_numbers, measures_paths, open_micro_batches, with_share
+from tahq_launch.plan.first_numbers import (
+    StoppedError,
+    completed,
+    first_numbers,
+    measures_paths,
+    open_micro_batches,
+    with_share,
+)
 from tahq_launch.plan.problem import PlanChoices, problem_of
 from tahq_launch.plan.replicas import for_all_replicas, most_replicas, one_replica, slowest_replica
 from tahq_launch.plan.step_traffic import link_speeds
-from tahq_launch.start.local_checks import check_reachable
-from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines, stages_by_hand
+from tahq_launch.start.launcher import launch, with_forks
+from tahq_launch.start.prepared_run import StartRequest, expected_gap_lines, stages_by_hand, startable_config
 from tahq_launch.start.resolution import resolve_for_run
-from tahq_launch.start.run_folder import RunFolder
-from tahq_launch.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -97,19 +102,24 @@ class FirstPlan:
                 return
 
 
-def planned_start(start: StartRequest, *, measures: bool = True, starts_workers: bool = True) -> StartRequest:
+def run_planned(start: StartRequest) -> int:
+    """Choose what a new run leaves open, and run it; as `launch`, also after a measurement that was stopped."""
+    with with_forks(start) as start:
+        try:
+            return launch(start if start.resume else planned_start(start))
+        except StoppedError as stopped:
+            return stopped.exit_status
+
+
+def planned_start(start: StartRequest, *, measures: bool = True) -> StartRequest:
     """The start of a new run with everything chosen; unchanged if nothing is open.
 
     Raises:
         UserError: a mistake in the configuration, or the run's folder holds another run.
         StoppedError: a worker was lost, or the user stopped the measurement.
     """
-    given = load_config(start.config_path, start.all_overrides)
-    if measures:
-        check_reachable(given)
-        check_trackers(given)
-        RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=False)
-    found = first_plan(given, start, measures=measures, starts_workers=starts_workers)
+    given = startable_config(start) if measures else load_config(start.config_path, start.all_overrides)
+    found = first_plan(given, start, measures=measures)
     lines = found.lines if found is not None else (_NOT_MEASURED,) if given.pipeline.is_open else ()
     for line in (*lines, *([""] if lines and not measures else [])):
         announce(line)
@@ -119,22 +129,19 @@ def planned_start(start: StartRequest, *, measures: bool = True, starts_workers:
     return replace(start, planned=found.config, figures=found.figures, watch=watch, joins_again=found.joins_again)
 
 
-def first_plan(
-    given: ClusterConfig, start: StartRequest, *, measures: bool = True, starts_workers: bool = True
-) -> FirstPlan | None:
+def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = True) -> FirstPlan | None:
     """Choose what a configuration leaves open; None: nothing is open, or this run is not planned.
 
     Args:
         given: the configuration as read, so that it is known which keys are set.
         start: the command line, for the workers that measure.
         measures: False: only with figures that are known already (for `--dry-run`).
-        starts_workers: False: workers are started by hand, so each keeps the stage of its command line.
     """
     if not given.pipeline.is_open:
         return None
     config = resolve_for_run(given)
     spec = resolved_spec(config, None)
-    by_hand = stages_by_hand(config, starts_workers=starts_workers)
+    by_hand = stages_by_hand(config, starts_workers=start.starts_workers)  # each keeps the stage of its command line
     # invited machines get the stage that the plan gives their key
     keeps_order = start.keeps_order or (by_hand and not start.joined)
     may_reorder = config.hosts != "local" and not keeps_order and config.pipeline.replicas == 1
@@ -149,7 +156,7 @@ def first_plan(
     def needs_codecs(measured: ClusterNumbers) -> bool:
         return left_open(measured).needs_codecs()
 
-    found = first_numbers(given, config, start, needs_codecs, measures=measures, starts_workers=starts_workers)
+    found = first_numbers(given, config, start, needs_codecs, measures=measures)
     if found is None:
         return None
     if by_hand and found.address:

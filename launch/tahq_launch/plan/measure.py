@@ -76,12 +76,7 @@ def measure_hosts(start: StartRequest, request: MeasureRequest, output: Path) ->
 
 
 def measured(
-    start: StartRequest,
-    request: MeasureRequest,
-    folder: Path,
-    *,
-    starts_workers: bool = True,
-    join_again: frozenset[int] | None = None,
+    start: StartRequest, request: MeasureRequest, folder: Path, join_again: frozenset[int] | None = None
 ) -> tuple[int, ClusterNumbers | None, str]:
     """Have the workers of a configuration measure; logs are left in the folder.
 
@@ -123,7 +118,7 @@ def measured(
     own = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
     start = replace(start, overrides=(*start.overrides, *own))
     with opened:
-        status = run_stages(start, make_coordinator, starts_workers=starts_workers, restarts_workers=False)
+        status = run_stages(start, make_coordinator, restarts_workers=False)
     ((measured, imitated),) = made
     for note in measured.notes:
         announce(f"note: {note}")

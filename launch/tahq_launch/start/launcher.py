@@ -7,9 +7,11 @@ Invariants:
 """
 
 import contextlib
+import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,15 +24,14 @@ from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
-from tahq.errors import UserError
 from tahq.observe.run_view import Observers, watch_run
-from tahq_launch.command_line import announce
+from tahq_launch.command_line import announce, collect_as_usual
 from tahq_launch.dashboard.process import DashboardProcess
 from tahq_launch.plan.advice import advice
 from tahq_launch.runs.at_address import WorkerFiles
 from tahq_launch.runs.pull import collected
 from tahq_launch.start.local_checks import files_needed
-from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run
+from tahq_launch.start.prepared_run import PreparedRun, StartRequest, prepared_run, startable_config
 from tahq_launch.start.run_folder import members_of
 from tahq_launch.start.run_keys import PLAIN
 from tahq_launch.start.worker_command import (
@@ -58,7 +59,7 @@ MakeCoordinator = Callable[[PreparedRun, ControlServer], Coordinator]
 
 
 def launch(request: StartRequest) -> int:
-    """Run a cluster.yaml from its first step to its last; UserError if it cannot start.
+    """Run a cluster.yaml from its first step to its last, with workers or without; UserError if it cannot start.
 
     Returns:
         The exit status of the run; the reason for a status other than 0 is on stderr.
@@ -66,33 +67,33 @@ def launch(request: StartRequest) -> int:
     return run_stages(request, partial(_training_coordinator, request))
 
 
-def serve(request: StartRequest) -> int:
-    """Run the coordinator alone, for workers that are started by hand; otherwise like `launch`."""
-    return run_stages(request, partial(_training_coordinator, request), starts_workers=False)
+@contextlib.contextmanager
+def with_forks(request: StartRequest) -> Iterator[StartRequest]:
+    """The request with a process to fork workers from, if it has none yet; UserError if the run cannot start.
+
+    What workers need is imported here, once for both, except numba, which is loaded there while the run is planned.
+    """
+    if request.forks is not None or not request.starts_workers:
+        yield request
+        return
+    config = startable_config(request)
+    modules = modules_of_workers(config)
+    for name in modules:
+        with contextlib.suppress(ImportError):  # reported by what needs it
+            if ":" not in name:
+                importlib.import_module(name)
+    with ForkServer() as forks:
+        if config.hosts != "namespaces":  # else after the network was measured
+            forks.import_modules(modules)
+        yield replace(request, forks=forks)
 
 
-def run_stages(
-    request: StartRequest,
-    make_coordinator: MakeCoordinator,
-    *,
-    starts_workers: bool = True,
-    restarts_workers: bool = True,
-) -> int:
+def run_stages(request: StartRequest, make_coordinator: MakeCoordinator, *, restarts_workers: bool = True) -> int:
     """Run a coordinator with a worker for every stage to the end; see `launch`."""
     with contextlib.ExitStack() as stack:
-        forks = stack.enter_context(ForkServer()) if starts_workers else None
-
-        def meanwhile(config: ClusterConfig) -> None:
-            if config.hosts == "namespaces" and forks is None:
-                raise UserError(
-                    "hosts: namespaces is for tahq-launch, which makes the network and starts the workers in it; "
-                    "workers that are started by hand need hosts: local or a list"
-                )
-            if config.hosts != "namespaces" and forks is not None:  # else after the network was measured
-                forks.import_modules(modules_of_workers(config))
-
-        prepared = stack.enter_context(prepared_run(request, meanwhile, starts_workers=starts_workers))
-        hosts = None
+        request = stack.enter_context(with_forks(request))
+        prepared = stack.enter_context(prepared_run(request))
+        hosts, forks = None, request.forks
         if prepared.config.hosts == "namespaces" and forks is not None:
             from tahq_launch.namespace_host import open_hosts  # pyroute2 is slow to import
 
@@ -111,7 +112,7 @@ def run_stages(
             coordinator.restart = fleet.restart
         for stage in range(prepared.config.pipeline.num_workers):
             address, command = coordinator.address, None
-            if starts_workers:
+            if request.starts_workers:
                 command = worker_command(prepared, stage, address, hosts, debug=request.debug)
             if command is not None:
                 fleet.start(command, prepared.folder.stage_log(stage))
@@ -119,6 +120,7 @@ def run_stages(
                 announce(_by_hand(prepared.config, stage, address))
         if not (request.joins_again or request.joined):
             _announce_key(prepared)
+        collect_as_usual()
         status = coordinator.run(fleet.tick)
         fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)
         return status

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
@@ -45,6 +45,9 @@ from tahq_launch.start.run_folder import RunFolder, members_of
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
 from tahq_launch.trackers import check_trackers
 
+if TYPE_CHECKING:
+    from tahq_launch.start.worker_processes import ForkServer
+
 log = logging.getLogger("tahq")
 
 
@@ -56,7 +59,8 @@ class StartRequest:
     `figures` are what it was planned with, `watch` is given the steps of each search for a schedule. `joins_again`:
     workers that were started by hand have measured, and join by themselves. `dashboard`: a page shows the run.
     `keeps_order`: no plan may reorder the hosts. A later start finds again by itself: `joined`, overrides with the
-    machines that have joined by invite, and `seen_at`, where the hosts reach this machine, for `run.bind`.
+    machines that have joined by invite, and `seen_at`, where the hosts reach this machine, for `run.bind`. Without
+    `starts_workers` all workers are started by hand; else local ones are forked from `forks`, once that is needed.
     """
 
     config_path: Path
@@ -74,6 +78,8 @@ class StartRequest:
     keeps_order: bool = False
     joined: tuple[str, ...] = ()
     seen_at: str | None = None
+    starts_workers: bool = True
+    forks: "ForkServer | None" = None
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -141,26 +147,31 @@ class Origin:
     epoch: int = 0
 
 
-@contextlib.contextmanager
-def prepared_run(
-    request: StartRequest, meanwhile: Callable[[ClusterConfig], None], *, starts_workers: bool = True
-) -> Iterator[PreparedRun]:
-    """Read, check and resolve a configuration, and hold its run folder until the run ends.
+def startable_config(request: StartRequest) -> ClusterConfig:
+    """The configuration, as planned or as read; UserError if it is known at once that this run cannot start."""
+    given = request.planned or load_config(request.config_path, request.all_overrides)
+    if given.hosts == "namespaces" and not request.starts_workers:
+        raise UserError(
+            "hosts: namespaces is for tahq-launch, which makes the network and starts the workers in it; "
+            "workers that are started by hand need hosts: local or a list"
+        )
+    check_reachable(given)
+    check_trackers(given)
+    RunFolder(Path(given.run.dir) / given.run.name).check_startable(resume=request.resume)
+    return given
 
-    `meanwhile` is called with the configuration once the run is known to be startable, to begin slow work elsewhere
-    while the configuration is resolved here.
+
+@contextlib.contextmanager
+def prepared_run(request: StartRequest) -> Iterator[PreparedRun]:
+    """Read, check and resolve a configuration, and hold its run folder until the run ends.
 
     Raises:
         UserError: the configuration is invalid, or the folder holds another run.
         NothingToDoError: the run to resume has done all its steps.
     """
-    given = request.planned or load_config(request.config_path, request.all_overrides)
-    check_reachable(given)
-    check_trackers(given)
+    given = startable_config(request)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
-    folder.check_startable(resume=request.resume)
-    keys = make_run_keys(given, starts_workers=starts_workers)
-    meanwhile(given)
+    keys = make_run_keys(given, starts_workers=request.starts_workers)
     if not request.resume:
         config, origin = resolved_run(given), Origin(secrets.randbits(63))
         codec_options(config, origin.codecs)  # finds a wrong `wire.replay` before the folder is touched
@@ -170,7 +181,7 @@ def prepared_run(
         if request.resume:
             config, origin = resumed(folder, given, journal)
         options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
-        by_hand = stages_by_hand(config, starts_workers=starts_workers)
+        by_hand = stages_by_hand(config, starts_workers=request.starts_workers)
         options = replace(options, by_hand=by_hand, by_invite=bool(request.joined))
         if request.watch is not None and options.choose_schedule is not None:
             options = replace(options, choose_schedule=_watched(options.choose_schedule, request.watch))

@@ -13,8 +13,7 @@ from tahq.quant import AUTO, CodecSpec
 from tahq_launch.start.run_keys import PLAIN, WorkerSecret
 
 _ALWAYS = ("tahq.worker.main", "transformers.modeling_utils")
-# Imports most of the modules that numba's first kernel needs.
-_NUMBA = "numba.np.arraymath"
+_NUMBA = "tahq.quant.cpu.kernel:load_numba"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SSH_OPTIONS = (
     *("-o", "BatchMode=yes"),  # never ask for a password
@@ -65,7 +64,7 @@ def local_peer(bind: str, address: str) -> str:
 
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:
-    """Modules that this run's local workers import; empty if it has none."""
+    """Modules that this run's local workers import, or functions (``module:function``); empty if it has none."""
     if not config.local_stages:
         return []
     family = config.model.family

@@ -1,8 +1,8 @@
 """The workers that a launcher starts: forks of one process that has imported everything, or programs such as ssh.
 
 Importing torch and transformers keeps a core busy for several seconds. If every worker did it, start-up would take that
-long times the number of workers, and the modules would be in memory as often. So the launcher first forks a server,
-which imports everything while the launcher resolves the configuration, and from which local workers are forked. The
+long times the number of workers, and the modules would be in memory as often. So the launcher, which needs them as
+well, imports them and forks a server, from which local workers are forked; it loads numba while the launcher plans. The
 server computes nothing and starts no thread, so forking it is safe. When the launcher dies, the server and then the
 workers die, too (`worker_lifetime`).
 
@@ -16,9 +16,9 @@ Invariants:
 """
 
 import contextlib
-import importlib
 import multiprocessing
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -77,7 +77,7 @@ class ForkServer:
         self._process.join()
 
     def import_modules(self, modules: Sequence[str]) -> None:
-        """Start importing modules that workers need; returns at once."""
+        """Start importing modules that workers need, and calling functions (``module:function``); returns at once."""
         with contextlib.suppress(ConnectionError):  # `start` reports it
             self._line.send(list(modules))
 
@@ -137,9 +137,11 @@ def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
                     line.send((ended.pid, ended.exitcode))
                 elif isinstance(request := line.recv(), list):
                     context = None
-                    for module in request:
+                    for name in request:
                         with contextlib.suppress(ImportError):  # the worker that needs it reports it
-                            importlib.import_module(module)
+                            needed = pkgutil.resolve_name(name)
+                            if callable(needed):
+                                needed()
                 else:
                     context = context or (_SPAWN if _forks_lack_cuda() else _FORK)
                     worker = context.Process(target=_run, args=(*request, line, os.getcwd()), daemon=True)
