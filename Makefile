@@ -53,9 +53,11 @@ debian-venv:
 		echo "python3 has no ensurepip; install it with: sudo apt-get install python3-venv" >&2; exit 2; \
 	fi
 
+# pip would compile on one core; some packages hold files that are no Python.
 $(READY): constraints.txt pyproject.toml | $(BIN)/python
-	$(PIP) install -q -c constraints.txt $(TORCH_PIP_FLAGS) torch
-	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	$(PIP) install -q --no-compile -c constraints.txt $(TORCH_PIP_FLAGS) torch
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	@touch $@
 
 demo: $(READY)  ## train the demo on this machine: four workers, packed wire
