@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 74_450,
     "modules there": 395,
     "lines of benchmarks": 10_700,
-    "lines of tests": 53_820,
+    "lines of tests": 53_840,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

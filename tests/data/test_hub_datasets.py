@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.hub_server import COMMIT, HubServer, serving
 
+slow = pytest.mark.acceptance
+
 FOUND = """
 import sys
 from tahq.data.config import DataConfig
@@ -120,15 +122,15 @@ def test_records_are_those_of_the_split_at_the_commit_of_the_start_and_again_wit
     ("name", "split", "subset", "expected"),
     [
         ("owner/listed", "", "main", f"owner/listed@{COMMIT} main/train-0 main/train-1\n"),
-        ("owner/listed", "test", "main", f"owner/listed@{COMMIT} main/questions\n"),
-        ("owner/listed@main", "", "socratic", f"owner/listed@{COMMIT} socratic/a\n"),
+        pytest.param("owner/listed", "test", "main", f"owner/listed@{COMMIT} main/questions\n", marks=slow),
+        pytest.param("owner/listed@main", "", "socratic", f"owner/listed@{COMMIT} socratic/a\n", marks=slow),
         ("owner/listed", "", "", "has the subsets main, socratic; set data.subset to one of them"),
         ("owner/listed", "dev", "main", "has the splits train, test; set data.split to one of them"),
         ("owner/plain", "", "", f"owner/plain@{COMMIT} chats latest\n"),
         ("owner/plain", "valid", "", "has no file of the split valid that ends with .jsonl, .json, .parquet, .arrow"),
         ("owner/none", "", "", "and the Hub has no such dataset, or a private one, which needs `hf auth login`"),
         ("owner/named@other", "", "", "the Hub has no such revision of this dataset"),
-        ("owner/none.jsonl", "", "", "data.records: no such file or folder: owner/none.jsonl"),
+        pytest.param("owner/none.jsonl", "", "", "data.records: no such file or folder: owner/none.jsonl", marks=slow),
     ],
 )
 def test_files_of_a_split_are_those_that_the_readme_lists_or_that_have_its_name(

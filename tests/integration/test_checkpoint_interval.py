@@ -54,6 +54,7 @@ def test_default_interval_gives_a_short_run_only_its_last_checkpoint(default):
     assert announced(default) == [NUM_STEPS]
 
 
+@pytest.mark.acceptance
 def test_checkpoints_follow_the_clock_and_change_no_bit(tmp_path, default):
     run = train(tmp_path, config(checkpoint_every="1s"))
     steps = announced(run)

@@ -32,6 +32,7 @@ def test_each_validation_set_has_the_loss_that_it_has_alone(tmp_path):
     assert "; other: loss " in both.stdout
 
 
+@pytest.mark.acceptance
 def test_run_that_stops_early_has_its_best_weights_and_goes_on_when_resumed(tmp_path):
     """A loss never falls by 10 nats, so the second evaluation ends the run; its loss is the lowest nevertheless."""
     early = {"eval_every": 2, "eval_batches": 1, "early_stopping": {"patience": 1, "min_delta": 10.0}}
@@ -90,6 +91,7 @@ def test_samples_are_those_of_the_exported_model_and_change_no_bit(tmp_path, pip
     assert 'sample after step 4: "import" → "' in run.stdout
 
 
+@pytest.mark.acceptance
 def test_packed_validation_sets_and_samples_do_not_depend_on_the_cut_with_frozen_layers_and_experts(tmp_path):
     pairs = [{"prompt": f"{n} times {n} is ", "response": f"{n * n}"} for n in range(200)]
     data = {"text": None, "records": "pairs.jsonl", "packing": True, "seq_len": 48}
@@ -131,7 +133,8 @@ def test_samples_leave_what_codecs_remember_and_draw_as_it_is(tmp_path, wire):
     assert [len(samples) for _, samples in written(run)] == [2, 2]
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.acceptance) for stage in (0, 1)), 2])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stage_lost_while_samples_are_written_comes_back_and_nothing_differs(tmp_path, monkeypatch, stage):
     config = tiny(
         run={"checkpoint_every": 3, "peer_timeout": "10s"},

@@ -33,7 +33,7 @@ def test_raw_codec_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncu
     assert_equal_to_the_bit(run, uncut)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("interleaved", marks=pytest.mark.acceptance)])
 def test_lossy_codecs_give_the_plain_loop_with_codecs_at_the_cuts(tmp_path, schedule):
     parts = {"stages": 2, "chunks": 2} if schedule == "interleaved" else {"stages": 4}
     config = tiny(wire=LOSSY, pipeline={"schedule": schedule, **parts})
@@ -59,7 +59,9 @@ def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", pytest.param("interleaved", marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize(
+    "schedule", ["zero-bubble", *(pytest.param(each, marks=pytest.mark.acceptance) for each in ("1f1b", "interleaved"))]
+)
 def test_stages_with_different_exact_options_give_the_plain_loop(tmp_path, schedule):
     llama = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}
     pipeline = {"stages": 2, "chunks": 2} if schedule == "interleaved" else {"stages": 4}

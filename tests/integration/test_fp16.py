@@ -119,10 +119,8 @@ def test_bits_do_not_depend_on_the_cut(folder, calm, stages):
     assert [name for name, each in run.weights.items() if not torch.equal(each, calm.weights[name])] == []
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["kill@backward:stage=1:step=5", pytest.param("kill@prepared:stage=0:step=6", marks=pytest.mark.acceptance)],
-)
+@pytest.mark.acceptance
+@pytest.mark.parametrize("fault", ["kill@backward:stage=1:step=5", "kill@prepared:stage=0:step=6"])
 def test_killed_stage_goes_on_with_the_scale_of_its_step(folder, calm, monkeypatch, fault):
     place = folder / fault.replace(":", "_")
     (place / "faults").mkdir(parents=True)

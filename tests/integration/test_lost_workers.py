@@ -75,7 +75,8 @@ def test_lost_worker_of_a_gloo_group_sends_all_stages_back(tmp_path, calm, monke
     assert run.stdout.count("it is started again") == 2
 
 
-@pytest.mark.parametrize("damage", [pytest.param("checkpoint", marks=pytest.mark.acceptance), "frame log"])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("damage", ["checkpoint", "frame log"])
 def test_file_damaged_while_a_worker_is_away_sends_all_stages_back(tmp_path, calm, damage):
     """Its newest checkpoint, or the frames that a neighbour kept for it."""
     write_config(tmp_path, config())

@@ -167,20 +167,21 @@ def test_run_goes_on_with_other_numbers_of_shares(tmp_path):
     assert run.losses == pytest.approx(alone.losses, rel=1e-3)
 
 
+@slow
 @pytest.mark.parametrize(
     ("fault", "memory"),
     [
-        pytest.param("kill@committing:stage=2:step=3", {}, marks=slow),
-        pytest.param("kill@backward:stage=1:step=4", {}, marks=slow),
-        pytest.param("kill@snapshot:stage=0:step=4", {}, marks=slow),
-        pytest.param("kill@committing:stage=1:step=5", {}, marks=slow),
-        pytest.param("kill@backward:stage=2:step=4", GRADIENTS, marks=slow),
+        ("kill@committing:stage=2:step=3", {}),
+        ("kill@backward:stage=1:step=4", {}),
+        ("kill@snapshot:stage=0:step=4", {}),
+        ("kill@committing:stage=1:step=5", {}),
+        ("kill@backward:stage=2:step=4", GRADIENTS),
         ("kill@backward:stage=1:step=4", ALL),
-        pytest.param("kill@committing:stage=2:step=3", ALL, marks=slow),
-        pytest.param("kill@forward:stage=0:step=4", ALL, marks=slow),
-        pytest.param("kill@snapshot:stage=3:step=4", ALL, marks=slow),
-        pytest.param("kill@snapshot:stage=2:step=6", ALL, marks=slow),
-        pytest.param("kill@snapshot:stage=1:step=6", ALL, marks=slow),
+        ("kill@committing:stage=2:step=3", ALL),
+        ("kill@forward:stage=0:step=4", ALL),
+        ("kill@snapshot:stage=3:step=4", ALL),
+        ("kill@snapshot:stage=2:step=6", ALL),
+        ("kill@snapshot:stage=1:step=6", ALL),
     ],
 )
 def test_killed_worker_loses_no_share(tmp_path, monkeypatch, fault, memory):

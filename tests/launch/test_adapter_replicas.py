@@ -44,7 +44,7 @@ def asked(names, *, memory=None, paths=(), most=None, **sections) -> PlanProblem
     return replace(problem, model=problem.model.with_sizes({1}))
 
 
-@pytest.mark.parametrize("num_hosts", [pytest.param(3, marks=pytest.mark.ci), 4])
+@pytest.mark.parametrize("num_hosts", [3, pytest.param(4, marks=pytest.mark.acceptance)])
 def test_hosts_that_hold_the_whole_model_are_replicas_for_adapters(num_hosts):
     names = "abcd"[:num_hosts]
     planned = quick(asked(names, adapter="lora"))

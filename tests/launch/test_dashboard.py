@@ -169,7 +169,7 @@ def test_run_whose_launcher_was_killed_is_not_running(live, client):
     assert message["view"]["has_trouble"]
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 @pytest.mark.serial
 def test_server_takes_no_time_while_nobody_watches(live, start):
     process = start("tahq", "dashboard", str(live.folder))

@@ -114,7 +114,7 @@ print(json.dumps([names, told]))
 """
 
 
-@pytest.mark.ci
+@pytest.mark.acceptance
 def test_interrupted_download_goes_on_and_a_stage_needs_the_files_of_its_layers_only(tmp_path, hub):
     index = save_model(tmp_path / "large", 60_000)
     hub.models["owner/large"] = tmp_path / "large"

@@ -83,7 +83,11 @@ HAS_A_WRONG_ADDRESS = {"advertise": "127.0.0.1:1"}
 
 @pytest.mark.parametrize(
     "hosts",
-    [[{}, {}], [{}, HAS_A_WRONG_ADDRESS], [NAMES_NO_ADDRESS, NAMES_NO_ADDRESS]],
+    [
+        [{}, {}],
+        pytest.param([{}, HAS_A_WRONG_ADDRESS], marks=pytest.mark.acceptance),
+        [NAMES_NO_ADDRESS, NAMES_NO_ADDRESS],
+    ],
     ids=["dialled", "one cannot be dialled", "relayed"],
 )
 def test_owner_pulls_from_a_live_run_whose_last_checkpoint_is_here_when_it_ends(machines, hosts):

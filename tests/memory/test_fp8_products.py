@@ -188,8 +188,9 @@ def test_two_stages_compute_what_one_does():
     assert different(of_one, of_two) == []
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.acceptance)])
-@pytest.mark.parametrize("backward", ["e4m3", pytest.param("e5m2", marks=pytest.mark.acceptance)])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
 def test_training_follows_bf16(family, backward):
     def losses(**training) -> list[float]:
         config = tiny(model={"family": family}, training={"steps": 8, "lr": 3e-3, **training})

@@ -161,8 +161,13 @@ def test_training_has_the_same_bits_with_each_option_and_each_pair(which, bf16):
         check_bits("llama", which, bf16=bf16)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("level", get_args(Recompute))
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=pytest.mark.ci if level in ("swiglu", "qkv", "block") else pytest.mark.acceptance)
+        for level in get_args(Recompute)
+    ],
+)
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(family, marks=pytest.mark.acceptance) for family in ("gpt2", "qwen3"))]
 )

@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(TIMEOUT_S + 20)]
 MEMORY = " ".join(
     f"../memory/test_{name}_triton.py" for name in ("affine", "fp8_adamw", "fp8_flow", "nf4", "residual", "stored")
 )
-SHARED = ("test_codecs_triton.py", MEMORY)
 MODELS = "../models/test_attention_triton.py ../models/test_loss_triton.py"
 """Files of which a part is quick."""
 CASES = [
-    *((file, "not acceptance") for file in SHARED),
-    *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
+    ("test_codecs_triton.py", "not acceptance"),
+    pytest.param("test_codecs_triton.py", "acceptance", marks=pytest.mark.acceptance),
+    pytest.param(MEMORY, "", marks=pytest.mark.acceptance),
     pytest.param("test_tah_triton.py", "", marks=pytest.mark.acceptance),
     pytest.param("test_gaussian_triton.py", "", marks=pytest.mark.acceptance),
     pytest.param("../memory/test_adamw_triton.py", "not acceptance", marks=pytest.mark.acceptance),
