@@ -18,8 +18,8 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 74_450,
     "modules there": 395,
-    "lines of benchmarks": 10_700,
-    "lines of tests": 53_840,
+    "lines of benchmarks": 10_910,
+    "lines of tests": 53_850,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -195,7 +195,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--fsdp"]:
         given = Case(**json.loads(sys.argv[2]))
         SIZES[given.size] = SHAPES[given.size]
-        print(json.dumps(fsdp_steps(given)))
+        sys.stdout.write(f"{json.dumps(fsdp_steps(given))}\n")  # a whole line at once
     else:
         main(
             __doc__,

@@ -196,3 +196,12 @@ def test_trace_overhead_counts_every_moment_of_a_step_once():
     shares = (stage.compute, stage.frames, stage.update, stage.commit, stage.codec, stage.rest)
     assert shares == pytest.approx((0.50, 0.24, 0.05, 0.15, 0.01, 0.05))
     assert stage.overhead == pytest.approx(0.06)
+
+
+@pytest.mark.ci
+def test_collectives_by_copies_are_those_of_the_library_and_each_has_its_row(tmp_path):
+    sizes = ("--gpus", "3", "--mib", "1.5", "--size", "32", "--repeats", "2")
+    command = [sys.executable, str(BENCHMARKS / "bench_copy_engines.py"), "--device", "cpu", *sizes]
+    subprocess.run([*command, "--output", str(tmp_path / "result.md")], check=True, timeout=200)
+    rows = [line.split(" | ")[0].strip("| ") for line in (tmp_path / "result.md").read_text().splitlines()]
+    assert (rows.count("all-gather"), rows.count("reduce-scatter")) == (2, 2)
