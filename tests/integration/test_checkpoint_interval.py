@@ -10,7 +10,7 @@ from support.runs import Run, assert_same_run, start, tiny, train, write_config
 
 from tahq import fault_points
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.acceptance
 
 NUM_STEPS = 16
 
@@ -48,13 +48,11 @@ def due(step_times_s: list[float], every_s: float) -> list[int]:
     return steps
 
 
-@pytest.mark.acceptance
 def test_default_interval_gives_a_short_run_only_its_last_checkpoint(default):
     assert "checkpoint_every: 600s" in (default.folder / "config.yaml").read_text()
     assert announced(default) == [NUM_STEPS]
 
 
-@pytest.mark.acceptance
 def test_checkpoints_follow_the_clock_and_change_no_bit(tmp_path, default):
     run = train(tmp_path, config(checkpoint_every="1s"))
     steps = announced(run)

@@ -89,18 +89,16 @@ EXPERTS_MODEL = {
 """Its third block has no experts."""
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"pipeline": {"stages": 1}}, marks=pytest.mark.acceptance),
-        pytest.param({"pipeline": {"stages": 4, "schedule": "zero-bubble"}}, marks=pytest.mark.acceptance),
-        pytest.param(
-            {
-                "pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2},
-                "memory": {"recompute": ["block", "none"], "offload": ["residual", "weights", "m"]},
-            },
-            marks=pytest.mark.ci,
-        ),
+        {"pipeline": {"stages": 1}},
+        {"pipeline": {"stages": 4, "schedule": "zero-bubble"}},
+        {
+            "pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2},
+            "memory": {"recompute": ["block", "none"], "offload": ["residual", "weights", "m"]},
+        },
     ],
     ids=["1", "4", "2, interleaved"],
 )

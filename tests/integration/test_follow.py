@@ -83,6 +83,7 @@ def test_resumed_run_keeps_its_current_codecs(forced, tmp_path):
     assert rest.losses == forced.losses
 
 
+@pytest.mark.acceptance
 def test_bits_fall_on_a_slow_link_and_the_run_can_be_replayed(tmp_path):
     """The link is so slow that a step's transfer takes ten times its computation, on a busy machine, too."""
     slow = config(tmp_path)
