@@ -11,7 +11,7 @@ from support.runs import command, environment, overrides
 
 LONGEST_S = 10.0
 """On a machine that imports torch and a model of transformers, most of what a start does, in less than 6 s."""
-NUM_IMPORTS = 1.75
+NUM_IMPORTS = 1.5
 """The longest start on a slower machine, in the time of those imports."""
 NUM_ATTEMPTS = 4
 """The first may compile modules and kernels, and others may share the machine."""
