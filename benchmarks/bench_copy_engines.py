@@ -4,13 +4,13 @@
     python benchmarks/bench_copy_engines.py --device cpu --mib 1 --size 64    # over gloo: that it works, no figures
 
 A process per GPU. Each maps the others' memory (CUDA IPC) and pulls what it needs from it on a stream for each peer:
-copies that no SM takes part in. All-gather pulls the other shards into place; reduce-scatter pulls this rank's shard
-of every peer's gradient into a buffer, and adds them in the order of ranks with one kernel. Peers are in step because
-all copy the same unchanging data in a loop; what it takes to tell them that a shard is ready is not part of it.
+the copy engines do that, and no SM. All-gather pulls the other shards into place; reduce-scatter pulls this rank's
+shard of every peer's gradient into a buffer, and adds them with one kernel. Peers are in step because all copy the
+same unchanging data in a loop; what it takes to tell them that a shard is ready is not part of it.
 
-Milliseconds are medians over ranks of the mean of a loop. *Beside products*: a loop of bf16 products of square
-matrices on another stream, as long as some repetitions of the collective, and how much longer both take together than
-the products alone. Both ways' results are compared with each other, to the bit for whole numbers.
+Milliseconds are medians over ranks of the mean of a loop. *Beside products*: on another stream, as many bf16 products
+of square matrices as take about as long as the collective; how much longer both take than the products alone. Both
+ways' results are compared with each other, to the bit for whole numbers.
 """
 
 import argparse

@@ -47,7 +47,7 @@ Resume = Annotated[
 
 _USUAL = gc.get_threshold()
 _SELDOM = 100_000
-"""New objects until garbage is collected while a command imports a million: each collection looks at many of them."""
+"""New objects between collections of garbage while a command imports: each collection visits much of what is there."""
 
 
 def _print_version(is_asked: bool) -> None:

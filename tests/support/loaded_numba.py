@@ -1,4 +1,4 @@
-"""Loads numba as it is imported, for the server of warm processes, which can only import."""
+"""Importing this module loads numba: the server of warm processes takes modules only."""
 
 from tahq.quant.cpu.kernel import load_numba
 

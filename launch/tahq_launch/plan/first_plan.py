@@ -103,7 +103,7 @@ class FirstPlan:
 
 
 def run_planned(start: StartRequest) -> int:
-    """Choose what a new run leaves open, and run it; as `launch`, also after a measurement that was stopped."""
+    """Choose what a new run leaves open, and run it: the exit status of the run, or of a stopped measurement."""
     with with_forks(start) as start:
         try:
             return launch(start if start.resume else planned_start(start))

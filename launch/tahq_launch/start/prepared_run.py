@@ -60,7 +60,7 @@ class StartRequest:
     workers that were started by hand have measured, and join by themselves. `dashboard`: a page shows the run.
     `keeps_order`: no plan may reorder the hosts. A later start finds again by itself: `joined`, overrides with the
     machines that have joined by invite, and `seen_at`, where the hosts reach this machine, for `run.bind`. Without
-    `starts_workers` all workers are started by hand; else local ones are forked from `forks`, once that is needed.
+    `starts_workers` all workers are started by hand. `forks`: what local workers are forked from; None: not made yet.
     """
 
     config_path: Path
