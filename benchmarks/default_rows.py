@@ -26,8 +26,10 @@ from tahq.plan.search.stages import plan_bound_s
 from tahq.plan.search.table import ClusterTable
 from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan.command import planned_config
+from tahq_launch.plan.first_plan import first_plan
 from tahq_launch.plan.numbers import estimated_numbers
-from tahq_launch.plan.problem import PlanChoices, problem_of
+from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
+from tahq_launch.start.prepared_run import StartRequest
 from tahq_launch.start.resolution import resolve_for_run
 
 Values = Mapping[str, Any]
@@ -119,6 +121,20 @@ def best_plans(case: Case, codecs: Codecs, num: int) -> list[tuple[dict[str, Any
     ]
 
 
+def measured_bound_s(case: Case, run: Run) -> float | None:
+    """Seconds that no schedule is faster than, by what this default run was planned with; None: it kept no figures."""
+    with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
+        path, chosen = Path(name) / "cluster.yaml", Path(name) / "config.yaml"
+        path.write_text(yaml.safe_dump(case.with_keys(case.codecs, STEPS, {})))
+        chosen.write_text(yaml.safe_dump(run.config))
+        found, config = first_plan(load_config(path), StartRequest(path), measures=False), load_config(chosen)
+    if found is None or found.figures is None:
+        return None
+    problem = problem_of(config, resolved_spec(config, None), found.figures, PlanChoices())
+    given = given_plan(config, problem)
+    return given and plan_bound_s(ClusterTable(problem), replace(given, schedule="zero-bubble", depths=()))
+
+
 def _all(like: PipelinePlan) -> Iterator[PipelinePlan]:
     """Every schedule with every profile of depths that never rises."""
     stages, count = like.num_stages, like.num_micro_batches
@@ -155,10 +171,11 @@ def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> di
 
 def measure(case: Case, num_best: int) -> Iterator[dict[str, Any]]:
     """The default's row, then those of the plan set by hand and of the best plans."""
-    row = _row(case, "default", launch(case.with_keys(case.codecs, STEPS, {})))
+    run = launch(case.with_keys(case.codecs, STEPS, {}))
+    row = _row(case, "default", run)
     codecs = case.codecs or (row["codecs"][0], row["codecs"][1])
     plans = best_plans(case, codecs, num_best) if num_best else []
-    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None)}
+    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None) or measured_bound_s(case, run)}
     if case.by_hand is not None:
         yield _row(case, "by hand", launch(case.with_keys(codecs, SET_STEPS, case.by_hand(codecs))))
     for number, (values, predicted_s, _) in enumerate(plans, 1):

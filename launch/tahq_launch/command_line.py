@@ -6,6 +6,7 @@
 - The exit status is the error class's (`tahq.errors`); any other exception is status 1.
 """
 
+import atexit
 import errno
 import gc
 import io
@@ -135,6 +136,7 @@ def supervised(program: str, serve: Callable[[str, bool], int], restarts: int, *
 def collect_as_usual() -> None:
     """Collect garbage as often as Python does by default, but never look for it among what is imported by now."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is never freed, triton's module reports as leaks
     gc.set_threshold(*_USUAL)
 
 

@@ -271,3 +271,10 @@ def test_internal_error_is_one_line_and_with_debug_a_traceback(launch, monkeypat
 def test_keyboard_interrupt_before_a_run_is_130(launch, monkeypatch):
     monkeypatch.setattr(first_plan, "launch", Mock(side_effect=KeyboardInterrupt))
     assert launch(TINY) == (130, "", "")
+
+
+def test_what_is_never_freed_is_no_leak_to_triton():
+    pytest.importorskip("triton")
+    program = "import triton; from tahq_launch.command_line import collect_as_usual; collect_as_usual()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
