@@ -186,8 +186,9 @@ def case(rate: int | None, options: argparse.Namespace) -> Case:
         pipeline = {"schedule": "zero-bubble", "in_flight": list(BY_HAND), "balance": "counted"}
         return {"pipeline": pipeline, "training": {"micro_batch": 1}}
 
-    title, is_slow = ("unshaped", False) if rate is None else (f"{rate} Mbit/s", rate in BY_HAND_RATES)
-    return Case(title, "default", values, by_hand=by_hand if is_slow else None)
+    has_by_hand = rate in BY_HAND_RATES and options.stages == len(BY_HAND)
+    title = "unshaped" if rate is None else f"{rate} Mbit/s"
+    return Case(title, "default", values, by_hand=by_hand if has_by_hand else None)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
