@@ -78,6 +78,7 @@ def with_forks(request: StartRequest) -> Iterator[StartRequest]:
         return
     config = startable_config(request)
     modules = modules_of_workers(config)
+    announce("importing libraries")
     for name in modules:
         with contextlib.suppress(ImportError):  # reported by what needs it
             if ":" not in name:
