@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 74_450,
+    "lines of tahq, launch and netem": 74_455,
     "modules there": 395,
-    "lines of benchmarks": 10_970,
+    "lines of benchmarks": 10_990,
     "lines of tests": 53_850,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,

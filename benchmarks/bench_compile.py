@@ -75,7 +75,16 @@ def rows(options: argparse.Namespace) -> Iterator[list[object]]:
         pairs = list(zip(losses[False], losses[compiles], strict=True))
         same, largest = sum(a == b for a, b in pairs), max(abs(a - b) for a, b in pairs)
         ratio = f"{medians_ms[False] / ms:.2f}"
-        yield [compiles, f"{first_s[compiles]:.1f}", f"{ms:,.1f}", ratio, f"{same}/{len(pairs)}", f"{largest:.1e}"]
+        ends = [f"{losses[compiles][step]:.4f}" for step in (0, -1)]
+        yield [
+            compiles,
+            f"{first_s[compiles]:.1f}",
+            f"{ms:,.1f}",
+            ratio,
+            *ends,
+            f"{same}/{len(pairs)}",
+            f"{largest:.1e}",
+        ]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
@@ -83,7 +92,16 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     torch.set_num_threads(options.threads)
     if options.device != "cpu":
         use_repeatable_kernels(options.device)
-    columns = ("compiled", "first s", "step ms", "times as fast", "same losses", "largest difference")
+    columns = (
+        "compiled",
+        "first s",
+        "step ms",
+        "times as fast",
+        "first loss",
+        "last",
+        "same losses",
+        "largest difference",
+    )
     yield Table(columns, rows(options), f"{options.family}, {options.layers} blocks of {options.hidden}")
 
 

@@ -15,6 +15,7 @@ ways' results are compared with each other, to the bit for whole numbers.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def play(case: Case) -> dict[str, Any]:
         products_ms = rank.ms(products)
         beside_ms = [rank.ms(work, products) - products_ms for work in (nccl, copies)]
         found[name] = {"equal": is_equal, "ms": each_ms, "products_ms": products_ms, "beside_ms": beside_ms}
+    rank.wholes.clear(), rank.shards.clear()  # the others' memory, before its owners end
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -163,7 +165,11 @@ def measured(case: Case) -> list[dict[str, Any]]:
     """The figures of all ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.num_gpus}"]
     done = subprocess.run(
-        [*command, __file__, "--play", json.dumps(asdict(case))], capture_output=True, text=True, check=False
+        [*command, __file__, "--play", json.dumps(asdict(case))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])

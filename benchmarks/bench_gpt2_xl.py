@@ -173,7 +173,7 @@ def case(rate: int | None, options: argparse.Namespace) -> Case:
     keys = MODELS[options.model]
     network = {"tcp_slow_start_after_idle": False} | ({} if rate is None else {"rate": f"{rate}mbit"})
     values: Values = {
-        "run": {"name": "default", "device": options.device},
+        "run": {"name": "default", "device": options.device, "checkpoint_every": "never"},
         "model": keys["model"],
         "data": {"text": "stdlib", "seq_len": keys["seq_len"]},
         "training": {"global_batch": MICRO_BATCHES},

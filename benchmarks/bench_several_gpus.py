@@ -118,6 +118,7 @@ def sections(case: Case, num_gpus: int, shard: tuple[str, ...]) -> dict[str, Any
     found["training"]["global_batch"] *= num_gpus
     found["pipeline"] = {"stages": 1, "replicas": num_gpus}
     if num_gpus > 1:
+        found["run"]["device"] = "auto"  # the GPUs in turn
         inside = "nccl" if case.device == "cuda" else "gloo"
         found |= {"hosts": "local", "links": {"inside": inside}, "wire": {"all_reduce": "raw:dtype=fp32"}}
     found["memory"] = {"shard": list(shard)} if shard else {}

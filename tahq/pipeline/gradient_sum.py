@@ -61,8 +61,10 @@ from tahq.quant.spec import RawSpec
 
 BUCKET = 1 << 20
 """Numbers in a bucket, unless a gradient is stored in codes and has more."""
-_TURNS_AHEAD = 32
-"""Buckets of weights that a replica sends before it waits for the others', enough for a long round trip."""
+_NCCL_BUCKET = 1 << 26
+"""The same where all replicas exchange payloads over NCCL: a frame takes a millisecond there, whatever its size."""
+_AHEAD = 32 * BUCKET
+"""Weights that a replica sends before it waits for the others', enough for a long round trip."""
 _SCATTER, _GATHER = Direction.FORWARD, Direction.BACKWARD
 
 
@@ -180,8 +182,10 @@ class GradientSum:
         self._replica, self._run, self._first_cut = replica, run, first_cut
         self._boundaries = dict(sorted(boundaries.items()))
         self._num_replicas = len(boundaries) + 1
+        over_nccl = all(boundary.transport.payload_device.type == "cuda" for boundary in boundaries.values())
+        self._room = _NCCL_BUCKET if over_nccl else BUCKET
         by_chunk = {
-            chunk: list(_buckets(holders) if shares is None else _owned_buckets(holders, shares[chunk]))
+            chunk: list(self._cut(holders) if shares is None else self._cut_by_owner(holders, shares[chunk]))
             for chunk, holders in chunks.items()
         }
         self._buckets = [bucket for buckets in by_chunk.values() for bucket in buckets]
@@ -207,6 +211,28 @@ class GradientSum:
         self._turn = Counter[int]()
         """By chunk: how many of the step's backwards have been opened."""
 
+    def _cut_by_owner(self, holders: Sequence[HoldsGradient], shares: Sequence[Share]) -> Iterator[Bucket]:
+        """Buckets of one share each."""
+        for share in sorted(set(shares)):
+            owned = [holder for holder, its_share in zip(holders, shares, strict=True) if its_share == share]
+            yield from (Bucket(bucket.pieces, share) for bucket in self._cut(owned))
+
+    def _cut(self, holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
+        """Pieces of the gradients in order, as many numbers as there is room for; gradients in codes stay whole."""
+        bucket, room = list[_Piece](), self._room
+        for holder in holders:
+            start, numel = 0, holder.numel()
+            while start < numel:
+                stop = numel if is_stored(holder) else min(numel, start + room)
+                bucket.append(_Piece(holder, start, stop))
+                room -= stop - start
+                start = stop
+                if room <= 0:
+                    yield Bucket(tuple(bucket))
+                    bucket, room = [], self._room
+        if bucket:
+            yield Bucket(tuple(bucket))
+
     def use(self, computing: Sequence[int]) -> None:
         """Sum over these replicas from the next step on."""
         self._computing = tuple(computing)
@@ -216,7 +242,7 @@ class GradientSum:
         """Compile or load the kernels of its codecs; CodecError: as of `Codec.prepare`."""
         by_spec = {str(each.spec): each for boundary in self._boundaries.values() for each in boundary.codecs.codecs}
         for codec in by_spec.values():
-            codec.prepare((BUCKET // self._num_replicas,), BOUNDARY_DTYPE, device)
+            codec.prepare((self._room // self._num_replicas,), BOUNDARY_DTYPE, device)
 
     def post(self, step: int, num_backwards: int = 1) -> None:
         """Post all receives of a step, in which each chunk has so many backwards here."""
@@ -340,7 +366,7 @@ class GradientSum:
         Raises:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
         """
-        blank: list[tuple[int | None, ...]] = [()] * _TURNS_AHEAD
+        blank: list[tuple[int | None, ...]] = [()] * max(1, _AHEAD // self._room)
         for sent, taken in zip([*self._turns, *blank], [*blank, *self._turns], strict=True):
             for owner, number in enumerate(sent):
                 if owner == self._replica and number is not None:
@@ -425,30 +451,6 @@ def _all_of(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
     """The parts, or None if one is missing."""
     whole = [part for part in parts if part is not None]
     return whole if len(whole) == len(parts) else None
-
-
-def _owned_buckets(holders: Sequence[HoldsGradient], shares: Sequence[Share]) -> Iterator[Bucket]:
-    """Buckets of one share each."""
-    for share in sorted(set(shares)):
-        owned = [holder for holder, its_share in zip(holders, shares, strict=True) if its_share == share]
-        yield from (Bucket(bucket.pieces, share) for bucket in _buckets(owned))
-
-
-def _buckets(holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
-    """Pieces of the gradients in order, `BUCKET` numbers at a time; gradients in codes stay whole."""
-    bucket, room = list[_Piece](), BUCKET
-    for holder in holders:
-        start, numel = 0, holder.numel()
-        while start < numel:
-            stop = numel if is_stored(holder) else min(numel, start + room)
-            bucket.append(_Piece(holder, start, stop))
-            room -= stop - start
-            start = stop
-            if room <= 0:
-                yield Bucket(tuple(bucket))
-                bucket, room = [], BUCKET
-    if bucket:
-        yield Bucket(tuple(bucket))
 
 
 @torch.no_grad()
