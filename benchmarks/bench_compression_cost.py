@@ -81,7 +81,7 @@ def gap_rows(results: dict[tuple[Setting, int], Result], settings: list[Setting]
             base = [results[(setting[0], NONE, NONE), seed] for seed in seeds]
             pairs = zip((results[setting, seed] for seed in seeds), base, strict=True)
             gap = Difference.of([getattr(mine, name) - getattr(theirs, name) for mine, theirs in pairs])
-            cells += [f"{gap.mean:+.4f}", f"{gap.half_width:.4f}"]
+            cells += [f"{gap.mean:+.4f}", f"{gap.half_width:.4f}"] if math.isfinite(gap.mean) else ["–", "–"]
             if name == "held_out":
                 cells.append("yes" if gap.mean + gap.half_width < GOAL else "no")
         yield [*cells, len(seeds)]
@@ -151,10 +151,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     for model, settings in there.items():
         base = [each for (setting, _), each in results.items() if setting == (model, NONE, NONE)]
         trained, held, _, exact = (statistics.fmean(getattr(each, name) for each in base) for name in METRICS)
+        answered = f"{exact:.3f} of the questions answered exactly, " if math.isfinite(exact) else ""
         rate = statistics.fmean(each.tokens_per_s for each in found if each.run.model == model)
         yield (
-            f"## {model}\n\nUncompressed: {trained:.4f} in training, {held:.4f} held out, {exact:.3f} of the questions "
-            f"answered exactly, {len(base)} seeds; "
+            f"## {model}\n\nUncompressed: {trained:.4f} in training, {held:.4f} held out, {answered}{len(base)} seeds; "
             f"{rate:,.0f} tokens/s per process."
         )
         columns = ["activations", "gradients", "bits, 2 stages", f"{STAGES} stages", "training", "±", "held out", "±"]
