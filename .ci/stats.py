@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 74_455,
     "modules there": 395,
     "lines of benchmarks": 10_990,
-    "lines of tests": 53_850,
+    "lines of tests": 53_855,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

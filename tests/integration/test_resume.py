@@ -93,8 +93,8 @@ def test_checkpoint_before_a_damaged_one_is_used_with_a_warning(tmp_path, halfwa
     flip_a_bit(damaged)
     run = resume(tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("warning: ")
-    warning = run.stdout.splitlines()[0]
+    warning = run.stdout.splitlines()[1]
+    assert warning.startswith("warning: ")
     assert f"{damaged.name} is damaged" in warning
     assert warning.endswith("resuming from step-00000002 instead")
     assert "is damaged" in (halfway / "logs" / "launcher.log").read_text()

@@ -270,7 +270,7 @@ def test_internal_error_is_one_line_and_with_debug_a_traceback(launch, monkeypat
 
 def test_keyboard_interrupt_before_a_run_is_130(launch, monkeypatch):
     monkeypatch.setattr(first_plan, "launch", Mock(side_effect=KeyboardInterrupt))
-    assert launch(TINY) == (130, "", "")
+    assert launch(TINY) == (130, "importing libraries\n", "")
 
 
 def test_what_is_never_freed_is_no_leak_to_triton():

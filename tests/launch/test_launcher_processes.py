@@ -165,7 +165,7 @@ def test_ctrl_c_stops_in_order_with_a_checkpoint_that_resumes_until_all_steps_ar
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     finished = start("tahq-launch", "cluster.yaml", "--resume", "--set", f"training.steps={done}")
     assert finished.communicate(timeout=120) == (
-        "",
+        "importing libraries\n",
         f"tahq-launch: nothing to do: training.steps is {done}, and the run is already after step {done + 1}; to train "
         "on, set it to more\n",
     )
