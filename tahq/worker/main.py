@@ -11,6 +11,8 @@ import gc
 import logging
 import re
 import signal
+import threading
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -136,6 +138,8 @@ class Worker:
         self._endpoint: ZmqEndpoint | None = None
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
+        self._turns = defaultdict[tuple[int, int], threading.Lock](threading.Lock)
+        """By the plan's epoch and the other stage; see `GroupSpec.turn`."""
         self._copies: CheckpointCopies | None = None
         self._stage: Stage | None = None
         self.control = WorkerControl(options, self._interrupt_links, self._obey)
@@ -240,6 +244,7 @@ class Worker:
             dial=dial,
             device=assembly.device,
             timeout_s=assembly.config.run.peer_timeout,
+            turn=self._turns[plan.epoch, link.end.spec.peer_stage],
         )
         self._groups.append(open_group(link, spec))
         return self._groups[-1]

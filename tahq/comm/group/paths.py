@@ -163,9 +163,9 @@ class NcclPath(PayloadPath):
 
     An NCCL kernel that waits for its other half keeps the device from work that needs all of it, such as loading
     another kernel at its first use, and the thread that waits for that may be the one that should start the other half.
-    So no kernel is started before the receiver has memory and has said so, and the two directions of a link take turns,
-    by a lock that the lower stage holds (`turn`): then of two devices at least one can go on. Seen on two H200: without
-    turns, sending both ways at once deadlocked.
+    So no kernel is started before the receiver has memory and has said so, and all that two stages send each other
+    takes turns, by a lock that the lower one holds (`turn`): then of two devices at least one can go on. Seen on two
+    H200: without turns, sending both ways at once deadlocked.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class NcclPath(PayloadPath):
     ) -> None:
         """Take a place, rank 0 or 1, in the group of this name; the ends meet in `open`, and have a device each.
 
-        `turn` is shared by both directions of the link at the lower stage; None at the upper one.
+        `turn` is shared by both directions of all links with the peer at the lower stage; None at the upper one.
         """
         # The ZMQ session handles a peer that dies; NCCL's watchdog would end this process, with no message.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

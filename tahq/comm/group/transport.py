@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -206,6 +206,8 @@ class GroupSpec:
     device: torch.device
     timeout_s: float
     """How long the peer may be silent."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Shared by all links with this peer in the plan's epoch: their payloads over NCCL take turns."""
 
 
 def open_group(control: ZmqTransport, spec: GroupSpec) -> GroupTransport:
@@ -252,7 +254,7 @@ def _paths(spec: GroupSpec, store: Store, address: str, is_lower: bool) -> tuple
     if spec.backend == "gloo":
         path = GlooPath(store, rank, address, _CONNECT_S, spec.timeout_s)
         return path, path
-    turn = threading.Lock() if is_lower else None
+    turn = spec.turn if is_lower else None
     forward = NcclPath(store, "forward", rank, spec.device, sends=is_lower, turn=turn)
     backward = NcclPath(store, "backward", rank, spec.device, sends=not is_lower, turn=turn)
     return (forward, backward) if is_lower else (backward, forward)
