@@ -18,7 +18,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 74_460,
     "modules there": 395,
-    "lines of benchmarks": 10_990,
+    "lines of benchmarks": 10_995,
     "lines of tests": 53_855,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,

@@ -126,9 +126,13 @@ def sections(case: Case, num_gpus: int, shard: tuple[str, ...]) -> dict[str, Any
     return found
 
 
-def tahq(case: Case, num_gpus: int, shard: tuple[str, ...]) -> Found:
-    """What `tahq-launch` takes."""
-    run = launch(sections(case, num_gpus, shard))
+def tahq(case: Case, num_gpus: int, shard: tuple[str, ...]) -> Found | str:
+    """What `tahq-launch` takes, or why it took nothing."""
+    try:
+        run = launch(sections(case, num_gpus, shard))
+    except SystemExit as error:
+        say(str(error))
+        return "failed"
     peak_nbytes = max(stage["peak_bytes"] or 0 for step in run.steps for stage in step["stages"])
     return run.step_times_s(WARM_STEPS), peak_nbytes / 2**30
 
