@@ -300,6 +300,7 @@ def test_plan_fits_memory_wherever_one_micro_batch_in_flight_does(tmp_path_facto
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(900)
 @settings(max_examples=60)
 @given(MODELS)
 def test_plans_of_many_models_fit_memory(tmp_path_factory, model):
