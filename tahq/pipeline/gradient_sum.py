@@ -183,9 +183,9 @@ class GradientSum:
         self._boundaries = dict(sorted(boundaries.items()))
         self._num_replicas = len(boundaries) + 1
         over_nccl = all(boundary.transport.payload_device.type == "cuda" for boundary in boundaries.values())
-        self._room = _NCCL_BUCKET if over_nccl else BUCKET
+        self._most = most = _NCCL_BUCKET if over_nccl else BUCKET
         by_chunk = {
-            chunk: list(self._cut(holders) if shares is None else self._cut_by_owner(holders, shares[chunk]))
+            chunk: list(_buckets(holders, most) if shares is None else _owned_buckets(holders, shares[chunk], most))
             for chunk, holders in chunks.items()
         }
         self._buckets = [bucket for buckets in by_chunk.values() for bucket in buckets]
@@ -211,28 +211,6 @@ class GradientSum:
         self._turn = Counter[int]()
         """By chunk: how many of the step's backwards have been opened."""
 
-    def _cut_by_owner(self, holders: Sequence[HoldsGradient], shares: Sequence[Share]) -> Iterator[Bucket]:
-        """Buckets of one share each."""
-        for share in sorted(set(shares)):
-            owned = [holder for holder, its_share in zip(holders, shares, strict=True) if its_share == share]
-            yield from (Bucket(bucket.pieces, share) for bucket in self._cut(owned))
-
-    def _cut(self, holders: Sequence[HoldsGradient]) -> Iterator[Bucket]:
-        """Pieces of the gradients in order, as many numbers as there is room for; gradients in codes stay whole."""
-        bucket, room = list[_Piece](), self._room
-        for holder in holders:
-            start, numel = 0, holder.numel()
-            while start < numel:
-                stop = numel if is_stored(holder) else min(numel, start + room)
-                bucket.append(_Piece(holder, start, stop))
-                room -= stop - start
-                start = stop
-                if room <= 0:
-                    yield Bucket(tuple(bucket))
-                    bucket, room = [], self._room
-        if bucket:
-            yield Bucket(tuple(bucket))
-
     def use(self, computing: Sequence[int]) -> None:
         """Sum over these replicas from the next step on."""
         self._computing = tuple(computing)
@@ -242,7 +220,7 @@ class GradientSum:
         """Compile or load the kernels of its codecs; CodecError: as of `Codec.prepare`."""
         by_spec = {str(each.spec): each for boundary in self._boundaries.values() for each in boundary.codecs.codecs}
         for codec in by_spec.values():
-            codec.prepare((self._room // self._num_replicas,), BOUNDARY_DTYPE, device)
+            codec.prepare((self._most // self._num_replicas,), BOUNDARY_DTYPE, device)
 
     def post(self, step: int, num_backwards: int = 1) -> None:
         """Post all receives of a step, in which each chunk has so many backwards here."""
@@ -366,7 +344,7 @@ class GradientSum:
         Raises:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
         """
-        blank: list[tuple[int | None, ...]] = [()] * max(1, _AHEAD // self._room)
+        blank: list[tuple[int | None, ...]] = [()] * max(1, _AHEAD // self._most)
         for sent, taken in zip([*self._turns, *blank], [*blank, *self._turns], strict=True):
             for owner, number in enumerate(sent):
                 if owner == self._replica and number is not None:
@@ -451,6 +429,30 @@ def _all_of(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
     """The parts, or None if one is missing."""
     whole = [part for part in parts if part is not None]
     return whole if len(whole) == len(parts) else None
+
+
+def _owned_buckets(holders: Sequence[HoldsGradient], shares: Sequence[Share], most: int) -> Iterator[Bucket]:
+    """Buckets of one share each."""
+    for share in sorted(set(shares)):
+        owned = [holder for holder, its_share in zip(holders, shares, strict=True) if its_share == share]
+        yield from (Bucket(bucket.pieces, share) for bucket in _buckets(owned, most))
+
+
+def _buckets(holders: Sequence[HoldsGradient], most: int) -> Iterator[Bucket]:
+    """Pieces of the gradients in order, `most` numbers at a time; gradients in codes stay whole."""
+    bucket, room = list[_Piece](), most
+    for holder in holders:
+        start, numel = 0, holder.numel()
+        while start < numel:
+            stop = numel if is_stored(holder) else min(numel, start + room)
+            bucket.append(_Piece(holder, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                yield Bucket(tuple(bucket))
+                bucket, room = [], most
+    if bucket:
+        yield Bucket(tuple(bucket))
 
 
 @torch.no_grad()
