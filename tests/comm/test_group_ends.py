@@ -83,6 +83,12 @@ def test_frame_that_was_not_posted_is_kept_up_to_the_bound_only(receiving, make_
         receiving.end.answer(announcement(make_frame(100, micro_batch=5), total_nbytes=2**40))
 
 
+def test_gradients_of_a_replica_that_is_ahead_are_kept(receiving, make_frame):
+    for number in range(1, 10):
+        receiving.end.answer(announcement(make_frame(100, micro_batch=number), total_nbytes=2**28))
+    assert receiving.said == [bytes([GroupMessage.SEND])] * 9
+
+
 def test_damaged_payload_is_a_protocol_error(receiving, make_frame):
     receiving.end.answer(announcement(make_frame(100)))
     damaged = make_frame(100).payload

@@ -115,7 +115,11 @@ def test_shared_gradients_and_weights_give_the_bits_of_shared_sums_and_whole_wei
 
 
 @two_devices
-@pytest.mark.parametrize("pipeline", [{"stages": 2}, {"stages": 2, "chunks": 2}, {"stages": 1, "replicas": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [{"stages": 2}, {"stages": 2, "chunks": 2, "schedule": "interleaved"}, {"stages": 1, "replicas": 2}],
+    ids=str,
+)
 def test_nccl_between_devices_gives_what_zmq_gives_to_the_bit(tmp_path, pipeline):
     config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto"}, "pipeline": pipeline}, steps=5)
     losses = {}

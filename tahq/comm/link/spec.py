@@ -98,9 +98,9 @@ class SessionLimits:
     piece_nbytes: int = 256 * 1024
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
     """Most unacknowledged data."""
-    unexpected_frames: int = 1024
-    unexpected_nbytes: int = 1 << 30
-    """How many frames, and bytes of them, are kept for ids that were not posted yet."""
+    unexpected_frames: int = 4096
+    unexpected_nbytes: int = 4 << 30
+    """Frames, and bytes of them, that are kept for ids not posted yet: a replica's gradients, if this one is late."""
     receive_window_nbytes: int = DEFAULT_WINDOW_NBYTES
     """The window that the peer is asked to keep to."""
     first: First = "oldest"
