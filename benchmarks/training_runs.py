@@ -205,7 +205,7 @@ class Difference:
     def of(cls, values: Sequence[float]) -> "Difference":
         """From one difference per seed."""
         count, half_width = len(values), math.nan
-        if count > 1:
+        if count > 1 and math.isfinite(sum(values)):
             half_width = float(student_t.ppf(0.975, count - 1)) * statistics.stdev(values) / math.sqrt(count)
         return cls(count, statistics.fmean(values), half_width)
 

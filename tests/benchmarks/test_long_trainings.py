@@ -117,14 +117,14 @@ def test_losses_are_those_of_a_run_over_slow_links():
 @pytest.mark.acceptance
 def test_interrupted_table_goes_on_from_its_rows(tmp_path):
     out, script = tmp_path / "cost.md", Path(cut_training.__file__).with_name("bench_compression_cost.py")
-    pairs = ["--pairs", "none + none", "wf:bits=4 @0.5 none + eden:bits=2", "--model", "tiny", "--seeds", "1"]
+    pairs = ["--pairs", "none + none", "wf:bits=4 @0.5 none + eden:bits=2", "--model", "tiny", "--seeds", "2"]
     small = [*pairs, "--steps", "12", "--processes", "1", "--backend", "auto", "--output", str(out)]
     command = [sys.executable, str(script), *small, "--state", str(tmp_path / "state")]
     for seconds in (["--seconds", "25"], []):
         done = subprocess.run([*command, *seconds], capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         rows = read_rows(out.with_suffix(".jsonl"))
-    assert len(rows) == 2
+    assert len(rows) == 4
     assert rows[1]["held_out"] == rows[1]["held_out_coded"]
     assert "| `wf:bits=4 @0.5 none` | `eden:bits=2` |" in out.read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=100)
