@@ -10,7 +10,7 @@ from tahq.config.stage_estimate import stage_estimate
 from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StepRecord
 from tahq.coordinator.schedule_choice import ScheduleChoice
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.plan.schedule_search import schedule_search
+from tahq_launch.plan.schedule_search import measured_run, schedule_search
 from tahq_launch.start.prepared_run import resolved_run
 
 pytestmark = pytest.mark.ci
@@ -39,6 +39,20 @@ def step(forward_s=0.07, backward_s=0.15, round_trip_s=0.0, wire_s=0.0):
         for ends, direction in (((cut, cut + 1), "activations"), ((cut + 1, cut), "gradients"))
     ]  # fmt: skip
     return StepRecord(3, 1.0, 256, 4.0, 1.0, 1.0, False, False, stages, links)
+
+
+def test_stages_on_one_gpu_are_simulated_as_taking_turns_in_what_a_step_leaves_them():
+    shown = step()
+    alone, shared = (
+        measured_run(config(run={"name": "tiny", "device": name}), shown, PRESENT, NO_LIMIT)[0].problem.cluster.hosts
+        for name in ("cpu", "cuda:0")
+    )
+    assert [host.device for host in (*alone, *shared)] == [None] * STAGES + ["cuda:0"] * STAGES
+    times = {host.compute[0] for host in shared}
+    assert len(times) == 1
+    (each,) = times
+    blocks_s, head_s = STAGES * (each.block_forward + each.block_backward), each.last_forward + each.last_backward
+    assert MICRO_BATCHES * (blocks_s + head_s) == pytest.approx(shown.step_time_s)
 
 
 @pytest.mark.parametrize(

@@ -231,10 +231,7 @@ class _DryRun:
             return
         needed: Counter[torch.device] = Counter()
         for stage, memory in enumerate(self.memory):
-            device = self.devices[stage]
-            if str(device) == "cuda":  # as `compute_device` chooses for `auto`
-                device = torch.device("cuda", stage % max(1, torch.cuda.device_count()))
-            needed[device] += memory.total
+            needed[self.devices[stage]] += memory.total
             needed[torch.device("cpu")] += memory.host_total
         for device, nbytes in needed.items():
             installed = installed_nbytes(device)

@@ -107,9 +107,9 @@ def stage_device(config: ClusterConfig, stage: int) -> torch.device:
     """The device that a stage would compute on; `auto` is resolved by this machine's devices."""
     own = config.hosts[stage].device if isinstance(config.hosts, list) else "auto"
     name = own if own != "auto" else config.run.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    if name == "auto":  # as `compute_device` chooses
+        name = f"cuda:{stage % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda:0" if name == "cuda" else name)
 
 
 def _network_paths(config: ClusterConfig, speeds: LinkSpeeds) -> Iterator[PathNumbers]:

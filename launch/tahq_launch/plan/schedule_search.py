@@ -22,7 +22,7 @@ from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.search import Simulations
 from tahq.plan.search.table import ClusterTable
 from tahq.worker.assembly import resolved_spec
-from tahq_launch.plan.numbers import estimated_numbers
+from tahq_launch.plan.numbers import estimated_numbers, stage_device
 from tahq_launch.plan.problem import PlanChoices, given_plan, problem_of
 
 _SEEN = 0.02
@@ -81,39 +81,54 @@ def _measured(config: ClusterConfig, spec: ModelSpec, step: StepRecord, memory: 
     configured, _ = estimated_numbers(config, spec)
     costs = counted_costs(spec, config.data.seq_len)
     head = 0.0 if config.emulate.sleep else costs.head * len(costs.blocks) / sum(costs.blocks)
-    ranges = block_ranges(config, spec)
-    hosts = [
-        host.model_copy(
-            update={
-                "memory": memory[stage] or None,
-                "compute": [_layer_times(config, step.stages[stage], ranges[stage], spec.first_trainable, head)],
-                "codecs": _codec_times(step, stage),
-            }
-        )
-        for stage, host in enumerate(configured.hosts)
-    ]
+    ranges, sharing = block_ranges(config, spec), _stages_by_gpu(config)
+    hosts = []
+    for stage, host in enumerate(configured.hosts):
+        device = next((name for name, stages in sharing.items() if stage in stages), None)
+        shown = [(step.stages[each], ranges[each]) for each in (sharing[device] if device else [stage])]
+        compute = _layer_times(config, step.step_time_s, shown, spec.first_trainable, head)
+        changes = {"memory": memory[stage] or None, "device": device, "compute": [compute]}
+        hosts.append(host.model_copy(update=changes | {"codecs": _codec_times(step, stage)}))
     return configured.model_copy(update={"hosts": hosts, "paths": list(_paths(configured, hosts, step.links))})
 
 
-def _layer_times(
-    config: ClusterConfig, stage: StageRecord, blocks: BlockRange, first_trainable: int, head: float
-) -> LayerTimes:
-    """Seconds of one of a stage's blocks, and of the head, which takes as long as `head` blocks.
+def _stages_by_gpu(config: ClusterConfig) -> dict[str, list[int]]:
+    """The stages that share a GPU of this machine, by its name."""
+    if not isinstance(config.hosts, str) or config.emulate.sleep is not None:
+        return {}
+    stages = range(config.pipeline.stages)
+    names = [str(stage_device(config, stage)) for stage in stages]
+    shared = {name for name in names if name.startswith("cuda") and names.count(name) > 1}
+    return {name: [stage for stage in stages if names[stage] == name] for name in shared}
 
-    They add up to what the stage has measured: it has the head if it is the last. The embedding counts as its blocks'.
+
+def _layer_times(
+    config: ClusterConfig,
+    step_s: float,
+    shown: Sequence[tuple[StageRecord, BlockRange]],
+    first_trainable: int,
+    head: float,
+) -> LayerTimes:
+    """Seconds of a block of these stages, and of the head, which takes as long as `head` blocks.
+
+    They add up to what the stages have measured; the embedding counts as their blocks'. They are one stage, or those
+    that share a GPU: their times have those in which it was another's, but it computed no longer than the step.
     """
-    count = config.training.num_micro_batches
+    count, splits = config.training.num_micro_batches, [stage.split for stage, _ in shown]
     whole, trained = (
-        count * (layers + blocks.last * head) for layers in (len(blocks), blocks.num_trained(first_trainable))
+        count * sum(layers) + count * head * any(blocks.last for _, blocks in shown)
+        for layers in zip(*((len(blocks), blocks.num_trained(first_trainable)) for _, blocks in shown), strict=True)
     )
-    forward = max(1e-9, stage.split.forward_s / whole)
-    backward = stage.split.backward_s / trained if trained else 2 * forward
-    part = stage.timing.get("input_gradient")
+    alone = min(1.0, step_s / max(1e-9, sum(split.compute_s for split in splits))) if len(shown) > 1 else 1.0
+    forward = max(1e-9, alone * sum(split.forward_s for split in splits) / whole)
+    backward = alone * sum(split.backward_s for split in splits) / trained if trained else 2 * forward
+    parts = [stage.timing.get("input_gradient") for stage, _ in shown]
+    input_s = alone * sum(part or 0.0 for part in parts)
     return LayerTimes(
         micro_batch=config.training.micro_batch,
         block_forward=forward,
         block_backward=backward,
-        block_input_gradient=None if part is None else min(backward, part / trained),
+        block_input_gradient=None if None in parts or not trained else min(backward, input_s / trained),
         last_forward=head * forward,
         last_backward=head * backward,
     )
