@@ -1,10 +1,13 @@
 """The ends of a group link against a peer that says what it must not: an error that names it, never a crash."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tahq.comm.group.ends import GroupMessage, GroupReceiver, GroupSender, checksum_of, unpack_message
 from tahq.comm.link.frame import CPU, FrameKind, header_of, pack_header
+from tahq.comm.link.spec import SessionLimits
 from tahq.errors import RemoteProtocolError
 
 PEER = "link 1 to stage 1 (peer)"
@@ -78,15 +81,19 @@ def test_no_memory_is_taken_for_more_than_was_posted(receiving, make_frame, nbyt
         receiving.end.answer(announcement(make_frame(100), total_nbytes=nbytes))
 
 
-def test_frame_that_was_not_posted_is_kept_up_to_the_bound_only(receiving, make_frame):
-    with pytest.raises(RemoteProtocolError, match="unexpected frames"):
-        receiving.end.answer(announcement(make_frame(100, micro_batch=5), total_nbytes=2**40))
-
-
-def test_gradients_of_a_replica_that_is_ahead_are_kept(receiving, make_frame):
-    for number in range(1, 10):
-        receiving.end.answer(announcement(make_frame(100, micro_batch=number), total_nbytes=2**28))
-    assert receiving.said == [bytes([GroupMessage.SEND])] * 9
+def test_frame_without_room_is_asked_for_once_it_is_posted_and_those_after_it_wait(monkeypatch, make_id, make_frame):
+    monkeypatch.setattr("tahq.comm.group.ends.SessionLimits", partial(SessionLimits, unexpected_nbytes=1000))
+    receiving, asked = Receiving(make_id(0)), bytes([GroupMessage.SEND])
+    for number, nbytes in enumerate((400, 400, 400, 100), 1):
+        receiving.end.answer(announcement(make_frame(nbytes, micro_batch=number % 4)))
+    assert receiving.said == [asked] * 2
+    receiving.end.expect(make_id(3), 400)
+    receiving.end.go_on()
+    assert receiving.said == [asked] * 4
+    for number in range(4, 20):
+        receiving.end.answer(announcement(make_frame(400, micro_batch=number)))
+    with pytest.raises(RemoteProtocolError, match="more than 16 frames ahead"):
+        receiving.end.answer(announcement(make_frame(400, micro_batch=20)))
 
 
 def test_damaged_payload_is_a_protocol_error(receiving, make_frame):

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from tahq.comm.group.paths import PART_NBYTES
 from tahq.comm.group.transport import GroupSpec, open_group
 from tahq.comm.link.frame import Direction, Frame
-from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.link.spec import PeerIdentity, SessionLimits
 from tahq.errors import ConfigError, LocalProtocolError, PeerLostError, RemoteProtocolError
 
 SOON_S = 20.0
@@ -83,6 +84,22 @@ def test_payloads_of_several_parts_cross_both_ways_at_once(joined, make_id):
     assert torch.equal(lower.recv(SOON_S).payload, backward.payload)
     with pytest.raises(LocalProtocolError, match="is not of run 77"):
         lower.send(random_frame(make_id(0)._replace(run=78), 4))
+
+
+def test_sender_waits_for_a_peer_that_is_late_to_post(monkeypatch, request, make_id):
+    monkeypatch.setattr("tahq.comm.group.ends.SessionLimits", partial(SessionLimits, unexpected_nbytes=1000))
+    monkeypatch.setattr("tahq.comm.group.transport.MAX_QUEUED_NBYTES", 1000)
+    lower, upper = request.getfixturevalue("joined")
+    frames = [random_frame(make_id(number), 400) for number in range(12)]
+    with ThreadPoolExecutor(1) as other:
+        sending = other.submit(lambda: [lower.send(frame) for frame in frames])
+        time.sleep(0.3)
+        assert not sending.done()
+        for frame in frames:
+            upper.expect(frame.id, 400)
+        for frame in frames:
+            assert torch.equal(upper.recv(SOON_S).payload, frame.payload)
+        sending.result(SOON_S)
 
 
 def test_peer_is_told_why_its_frame_was_not_taken(joined, make_id):

@@ -186,6 +186,8 @@ class GroupReceiver:
         self._lock = threading.Lock()
         self._inbound = Inbound(SessionLimits(), str(peer))
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
+        self.unanswered: deque[tuple[FrameHeader, int]] = deque()
+        """Announcements, with checksums: the first is of a frame that was not posted and for which there is no room."""
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive; see Inbound.expect for what it raises."""
@@ -195,22 +197,37 @@ class GroupReceiver:
             self._deliver(early)
 
     def answer(self, announcement: bytes) -> None:
-        """Ask for the payload of an announced frame, or say that it is not needed; RemoteProtocolError: see `admit`."""
+        """Ask for the payload of an announced frame, say that it is not needed, or wait until it is posted.
+
+        RemoteProtocolError: see `admit`; or more is announced ahead than may be.
+        """
         header = unpack_header(announcement[: -_CHECKSUM.size], b"", self._peer)
         if header.kind or header.offset or header.id.run != self._run_id:
             raise RemoteProtocolError(
                 f"{self._peer}: announced {header}; expected kind DATA, offset 0 and run {self._run_id}"
             )
         (checksum,) = _CHECKSUM.unpack(announcement[-_CHECKSUM.size :])
-        with self._lock:
-            is_wanted = self._inbound.admit(header)
-        if not is_wanted:
-            self._say(bytes([GroupMessage.HAVE_IT]))
-            return
-        payload = self._path.allocate(header.total_nbytes)
-        arrived = self._path.post(payload)
-        self._say(bytes([GroupMessage.SEND]))  # first: the receipt of an empty payload must not overtake this
-        self._coming.put(_Coming(header, checksum, payload, arrived))
+        self.unanswered.append((header, checksum))
+        if len(self.unanswered) > _WINDOW_FRAMES:
+            raise RemoteProtocolError(f"{self._peer}: announced more than {_WINDOW_FRAMES} frames ahead")
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Answer what can be answered by now, in order; in the thread that answers, once something was posted."""
+        while self.unanswered:
+            header, checksum = self.unanswered[0]
+            with self._lock:
+                if not self._inbound.has_room(header):
+                    return
+                is_wanted = self._inbound.admit(header)
+            self.unanswered.popleft()
+            if not is_wanted:
+                self._say(bytes([GroupMessage.HAVE_IT]))
+                continue
+            payload = self._path.allocate(header.total_nbytes)
+            arrived = self._path.post(payload)
+            self._say(bytes([GroupMessage.SEND]))  # first: the receipt of an empty payload must not overtake this
+            self._coming.put(_Coming(header, checksum, payload, arrived))
 
     def end(self) -> None:
         """End the thread after the payloads that were asked for."""

@@ -31,12 +31,13 @@ from tahq.comm.transport import LinkStats
 from tahq.comm.zmq.addresses import format_address, local_address_towards, parse_address
 from tahq.comm.zmq.transport import MAX_QUEUED_NBYTES, ZmqTransport
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
-from tahq.units import format_size
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 1.0
 """Wait this long for a thread after an abort; one that half a payload holds longer ends by itself."""
 _POLL_S = 0.02
+_POSTED = b""
+"""Among the peer's messages: a receive was posted here."""
 
 
 class GroupTransport:
@@ -89,18 +90,18 @@ class GroupTransport:
         except TahqError as error:
             self._control.fail(error)
             raise
+        if self._receiver.unanswered:
+            self._control.end.messages.put(_POSTED)
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; see Transport.send and ZmqTransport.send for what it raises."""
+        """Queue a frame, once the peer has taken enough of what is queued; see ZmqTransport.send for what it raises."""
         check_sendable(frame, self.payload_device)
         self._check_usable()
         if frame.id.run != self._run_id:
             raise LocalProtocolError(f"{self}: {frame.id} is not of run {self._run_id}")
-        if self._sender.queued_nbytes > MAX_QUEUED_NBYTES:
-            raise LocalProtocolError(
-                f"{self}: {format_size(self._sender.queued_nbytes)} are queued already; the peer receives them too "
-                f"slowly for the number of micro-batches in flight"
-            )
+        while self._sender.queued_nbytes > MAX_QUEUED_NBYTES:
+            time.sleep(_POLL_S)
+            self._check_usable()
         self._counter.count(frame)
         self._sender.send(frame)
 
@@ -156,6 +157,9 @@ class GroupTransport:
             self._incoming.open()
             self._can_receive.set()
             while (message := self._control.end.messages.get()) is not None:
+                if message == _POSTED:
+                    self._receiver.go_on()
+                    continue
                 kind, rest = unpack_message(message, self)
                 if kind is GroupMessage.ANNOUNCE:
                     self._receiver.answer(rest)

@@ -202,11 +202,21 @@ class Inbound:
         if nbytes > max_nbytes:
             raise RemoteProtocolError(f"{self._peer}: sent {nbytes} bytes as {id}; at most {max_nbytes} were expected")
 
-    def _check_bound(self, header: FrameHeader) -> None:
+    def has_room(self, header: FrameHeader) -> bool:
+        """Whether a frame was posted, is not needed, or is within the bound on frames that were not posted."""
+        known = (self._posted, self._consumed, self.early, self._admitted)
+        return any(header.id in ids for ids in known) or self._unexpected(header)[2]
+
+    def _unexpected(self, header: FrameHeader) -> tuple[int, int, bool]:
+        """Number and bytes of frames that were not posted, this one included, and whether so many are allowed."""
         coming = [nbytes for id, nbytes in self._admitted.items() if id not in self._posted]
         frames, nbytes = len(self.early) + len(coming) + 1, self._early_nbytes + sum(coming) + header.total_nbytes
+        return frames, nbytes, frames <= self._limits.unexpected_frames and nbytes <= self._limits.unexpected_nbytes
+
+    def _check_bound(self, header: FrameHeader) -> None:
+        frames, nbytes, is_allowed = self._unexpected(header)
         most_frames, most_nbytes = self._limits.unexpected_frames, self._limits.unexpected_nbytes
-        if frames > most_frames or nbytes > most_nbytes:
+        if not is_allowed:
             raise RemoteProtocolError(
                 f"{self._peer}: sent {frames} unexpected frames, {format_size(nbytes)}, {header.id} the "
                 f"last; at most {most_frames} and {format_size(most_nbytes)} are kept"
