@@ -74,7 +74,7 @@ SIZES = {
     "7b": Size(3584, 18944, 28, 28, 4, 8, vocab=152_064),
     "14b": Size(5120, 13824, 48, 40, 8, 8, vocab=152_064),
     "32b-stage": Size(5120, 27648, 16, 40, 8, 4, vocab=152_064),  # a quarter of its blocks, with both ends
-    "small": Size(64, 176, 2, 4, 2, 2, vocab=320),
+    "small": Size(64, 192, 2, 4, 2, 2, vocab=320),
 }
 ADAMW_BF16 = {"training.optimizer": "adamw_bf16"}
 LADDER: list[dict[str, Any]] = [
