@@ -51,7 +51,7 @@ class Transport(Protocol):
         """
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; returns at once. The payload must not change afterwards."""
+        """Queue a frame; only over a group it may wait for the peer. The payload must not change afterwards."""
 
     def recv(self, timeout_s: float | None = None) -> Frame:
         """The next expected frame that is whole, in order of completion.

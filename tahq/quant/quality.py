@@ -63,7 +63,7 @@ def expected_gap(activations: str, gradients: str) -> str:
     wanted = [CodecSpec.parse(spec) for spec in (activations, gradients)]
     texts = (
         f"expected loss against no compression: {row.gap:+.3f} nats per token "
-        f"(GPT-2 small, {row.steps:,} steps, {row.seeds} seeds)"
+        f"(GPT-2 small, {row.steps:,} steps, {row.seeds} seed{'s' * (row.seeds > 1)})"
         for row in MEASURED
         if [CodecSpec.parse(row.activations), CodecSpec.parse(row.gradients)] == wanted
     )

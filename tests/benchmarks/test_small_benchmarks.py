@@ -151,9 +151,10 @@ def test_benchmark_of_adapters_has_pefts_losses(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "bench_adapters.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    apart = [line.split("|")[-2] for line in out.read_text().splitlines() if line.startswith("| tahq-")]
-    assert len(apart) == 4
-    assert all(float(each) < 1e-4 for each in apart)  # a coded scale may round another way than in bitsandbytes
+    rows = [line.split("|") for line in out.read_text().splitlines() if line.startswith("| tahq-")]
+    assert len(rows) == 4
+    for row in rows:  # a coded scale may round another way than in bitsandbytes
+        assert float(row[-2]) < (1e-4 if "qlora" in row[1] else 1e-5)
 
 
 def test_benchmark_of_the_largest_model_needs_more_without_each_option():
