@@ -34,8 +34,8 @@ PAIRS = (
     ("wf:bits=5", "eden:bits=1.5"),
     ("tah", "fixed:bits=6"),
     ("wf:bits=6", "eden:bits=2"),
-    ("wf:bits=5", "eden:bits=2"),  # the default
-    ("wf:bits=6", "eden:bits=1.5"),
+    ("wf:bits=5", "eden:bits=2"),
+    ("wf:bits=6", "eden:bits=1.5"),  # the default
     ("wf:bits=5", "eden:bits=3"),
     ("tah", "fixed:bits=8"),
     ("tah", "fixed:bits=10"),

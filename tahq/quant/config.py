@@ -99,7 +99,7 @@ class WireConfig(Section):
 
     `wire: auto` is the same as no section. `wire: paper` is TAH-Quant's pair, `tah` and `fixed:bits=8`.
 
-    Example: `wire: {activations: "wf:bits=5", gradients: "eden:bits=2"}`
+    Example: `wire: {activations: "wf:bits=6", gradients: "eden:bits=1.5"}`
     """
 
     activations: str = FLOOR.activations

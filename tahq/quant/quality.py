@@ -30,6 +30,8 @@ _GPT2 = "benchmarks/results/quality_floor_h100_202611.md"
 _LONG = "benchmarks/results/compression_cost_h200_202611.md"
 MEASURED = (
     MeasuredPair("wf:bits=5", "eden:bits=1.5", 6.63, 0.0310, 5000, 3, _LONG),
+    MeasuredPair("wf:bits=5", "eden:bits=2", 7.13, 0.0399, 5000, 3, _LONG),
+    MeasuredPair("wf:bits=6", "eden:bits=1.5", 7.63, 0.0093, 5000, 3, _LONG),
     MeasuredPair("wf:bits=6", "eden:bits=2", 8.13, -0.0217, 5000, 3, _LONG),
     MeasuredPair("tah", "fixed:bits=6", 10.66, 0.2715, 5000, 1, _LONG),
     MeasuredPair("wf:bits=5", "eden:bits=1.5", 6.63, 0.0288, 2000, 2, _GPT2),
