@@ -16,16 +16,20 @@ ROWS = (
     re.compile(r"\| `([^`]+)` \| `([^`]+)` \| [\d.]+ \| ([\d.]+) \| \S+ \| \S+ \| (\S+) (?:\| \S+ ){6}\| (\d+) \|"),
 )
 """Of the two kinds of result files."""
+HEADINGS = {"llama": "Llama"}
 
 
 @pytest.mark.parametrize("path", sorted({row.result for row in MEASURED}))
 def test_table_and_result_file_agree(path):
     text = (ROOT / path).read_text(encoding="utf-8")
     (steps,) = {int(number) for number in re.findall(r"runs of (?:\w+, )?(\d+) steps", text)}
-    found = [row for each in ROWS for row in each.findall(text)]
-    filed = {(a, g, float(bits), float(gap), steps, int(seeds)) for a, g, bits, gap, seeds in found}
-    tabled = {(r.activations, r.gradients, r.bits, r.gap, r.steps, r.seeds) for r in MEASURED if r.result == path}
-    assert tabled == filed
+    filed = set()
+    for part in text.split("\n## "):
+        model = HEADINGS.get(part.partition("\n")[0], "GPT-2 small")
+        found = [row for each in ROWS for row in each.findall(part)]
+        filed |= {(model, a, g, float(bits), float(gap), steps, int(seeds)) for a, g, bits, gap, seeds in found}
+    here = [row for row in MEASURED if row.result == path]
+    assert {(r.model, r.activations, r.gradients, r.bits, r.gap, r.steps, r.seeds) for r in here} == filed
 
 
 def test_bits_are_those_of_the_codecs():
@@ -36,8 +40,9 @@ def test_bits_are_those_of_the_codecs():
 
 
 def test_floor_has_the_fewest_bits_that_cost_little():
-    most = {(row.activations, row.gradients): row for row in sorted(MEASURED, key=lambda row: row.steps)}
-    good = [row for row in most.values() if row.gap <= LARGEST_GAP and row.steps >= FEWEST_STEPS]
+    most = {(row.model, row.activations, row.gradients): row for row in sorted(MEASURED, key=lambda row: row.steps)}
+    bad = {(row.activations, row.gradients) for row in most.values() if row.gap > LARGEST_GAP}
+    good = [r for r in most.values() if (r.activations, r.gradients) not in bad and r.steps >= FEWEST_STEPS]
     assert min(row.bits for row in good) == FLOOR.bits
     assert FLOOR in good
     assert (WireConfig().activations, WireConfig().gradients) == (FLOOR.activations, FLOOR.gradients)
@@ -49,8 +54,9 @@ def test_without_a_good_pair_the_best_is_taken_and_short_runs_do_not_count():
     assert floor((worse, bad)) == bad
     assert floor((bad, replace(short, steps=FEWEST_STEPS - 1))) == bad
     assert floor((replace(short, gap=0.04, steps=9000), short, bad)).steps == 9000
+    assert floor((replace(worse, gap=0.0), bad, replace(worse, model="another"))) == bad
 
 
 def test_gap_is_told_where_it_is_known():
-    assert f"{FLOOR.gap:+.3f} nats" in expected_gap(FLOOR.activations, FLOOR.gradients)
+    assert f"{FLOOR.gap:+.3f} ({FLOOR.model}, {FLOOR.steps:,} steps" in expected_gap(FLOOR.activations, FLOOR.gradients)
     assert expected_gap("raw", "raw") == ""
