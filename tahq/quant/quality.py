@@ -4,10 +4,8 @@ from dataclasses import dataclass
 
 from tahq.quant.spec import CodecSpec
 
-LARGEST_GAP = 0.03
-"""Nats per token that the floor may cost."""
-FEWEST_STEPS = 2000
-"""Of training, for a gap to count."""
+LARGEST_GAP = 0.03  # Nats per token that the floor may cost
+FEWEST_STEPS = 2000  # Of training, for a gap to count
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +64,9 @@ FLOOR = floor()
 def expected_gap(activations: str, gradients: str) -> str:
     """What is known of a pair's effect, for the user; empty: it was not measured."""
     wanted = [CodecSpec.parse(spec) for spec in (activations, gradients)]
-    rows: dict[str, MeasuredPair] = {}
-    for row in MEASURED:
-        if [CodecSpec.parse(row.activations), CodecSpec.parse(row.gradients)] == wanted:
-            rows.setdefault(row.model, row)
-    gaps = (
+    rows = (r for r in reversed(MEASURED) if [CodecSpec.parse(r.activations), CodecSpec.parse(r.gradients)] == wanted)
+    gaps = [
         f"{row.gap:+.3f} ({row.model}, {row.steps:,} steps, {row.seeds} seed{'s' * (row.seeds > 1)})"
-        for row in rows.values()
-    )
-    return f"expected loss against no compression, nats per token: {', '.join(gaps)}" if rows else ""
+        for row in {row.model: row for row in rows}.values()
+    ]
+    return f"expected loss against no compression, nats per token: {', '.join(gaps)}" if gaps else ""

@@ -1,7 +1,7 @@
 """The table behind `wire: auto` says what its result files say, and the floor follows its rule."""
 
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,10 @@ from tahq.quant.config import WireConfig
 from tahq.quant.quality import FEWEST_STEPS, FLOOR, LARGEST_GAP, MEASURED, expected_gap, floor
 
 ROOT = Path(__file__).parents[2]
-ROWS = (
+ROWS = (  # of the two kinds of result files
     re.compile(r"\| `([^`]+)` \| `([^`]+)` \| ([\d.]+) \| [\d.]+ \| \S+ \| \S+ \| (\S+) \| \S+ \| (\d+) \|"),
     re.compile(r"\| `([^`]+)` \| `([^`]+)` \| [\d.]+ \| ([\d.]+) \| \S+ \| \S+ \| (\S+) (?:\| \S+ ){6}\| (\d+) \|"),
 )
-"""Of the two kinds of result files."""
-HEADINGS = {"llama": "Llama"}
 
 
 @pytest.mark.parametrize("path", sorted({row.result for row in MEASURED}))
@@ -25,17 +23,15 @@ def test_table_and_result_file_agree(path):
     (steps,) = {int(number) for number in re.findall(r"runs of (?:\w+, )?(\d+) steps", text)}
     filed = set()
     for part in text.split("\n## "):
-        model = HEADINGS.get(part.partition("\n")[0], "GPT-2 small")
-        found = [row for each in ROWS for row in each.findall(part)]
-        filed |= {(model, a, g, float(bits), float(gap), steps, int(seeds)) for a, g, bits, gap, seeds in found}
-    here = [row for row in MEASURED if row.result == path]
-    assert {(r.model, r.activations, r.gradients, r.bits, r.gap, r.steps, r.seeds) for r in here} == filed
+        model = "Llama" if part.startswith("llama") else "GPT-2 small"
+        for a, g, bits, gap, seeds in (row for each in ROWS for row in each.findall(part)):
+            filed.add((model, a, g, float(bits), float(gap), steps, int(seeds)))
+    assert {(r.model, *astuple(r)[:6]) for r in MEASURED if r.result == path} == filed
 
 
 def test_bits_are_those_of_the_codecs():
-    shape = (16, 512, 768)
     for row in MEASURED:
-        nbytes = sum(get_codec(spec).encoded_nbytes(shape) for spec in (row.activations, row.gradients))
+        nbytes = sum(get_codec(spec).encoded_nbytes((16, 512, 768)) for spec in (row.activations, row.gradients))
         assert 8 * nbytes / (16 * 512 * 768) == pytest.approx(row.bits, abs=0.006)
 
 
@@ -51,8 +47,7 @@ def test_floor_has_the_fewest_bits_that_cost_little():
 def test_without_a_good_pair_the_best_is_taken_and_short_runs_do_not_count():
     of = {"bad": (0.05, 8.0), "worse": (0.2, 4.0), "short": (0.0, 2.0)}
     bad, worse, short = (replace(FLOOR, activations=name, gap=gap, bits=bits) for name, (gap, bits) in of.items())
-    assert floor((worse, bad)) == bad
-    assert floor((bad, replace(short, steps=FEWEST_STEPS - 1))) == bad
+    assert floor((worse, bad)) == bad == floor((bad, replace(short, steps=FEWEST_STEPS - 1)))
     assert floor((replace(short, gap=0.04, steps=9000), short, bad)).steps == 9000
     assert floor((replace(worse, gap=0.0), bad, replace(worse, model="another"))) == bad
 
