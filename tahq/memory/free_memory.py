@@ -1,7 +1,8 @@
 """Free and used memory of a device, and errors that mean that it is full."""
 
 import resource
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _TEXTS = ("can't allocate memory", "CUDA error: out of memory")
 """Messages of the CPU's allocator, and of CUDA's for pinned host memory."""
+_CONTEXT = 600 << 20  # Bytes that CUDA is assumed to take for each process
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -32,6 +34,25 @@ def free_bytes(device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUP
         return 0
     left = (*_left_by_groups(proc / "self" / "cgroup", cgroups), *_left_of_addresses(proc / "self" / "status"))
     return max(0, min(available, *left)) if left else available
+
+
+def shares_of_memory(devices: Sequence[torch.device]) -> list[int] | None:
+    """Bytes free for each of new processes, on CPUs or on GPUs, which they may share; None: unknown.
+
+    Unlike `free_bytes` it makes no CUDA context, which would take some.
+    """
+    if devices[0].type != "cuda":
+        return [free_bytes(devices[0]) // len(devices)] * len(devices)
+    command = ("nvidia-smi", "--query-gpu=memory.free,uuid", "--format=csv,noheader,nounits")
+    try:
+        rows = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    free = [next((row.partition(",")[0] for row in rows if row.endswith(uuid)), "") for uuid in uuids]
+    if not all(map(str.isdecimal, free)):
+        return None
+    return [max(0, (int(mib) << 20) // uuids.count(uuid) - _CONTEXT) for mib, uuid in zip(free, uuids, strict=True)]
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ import torch
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
-from tahq.memory.free_memory import free_bytes
+from tahq.memory.free_memory import free_bytes, shares_of_memory
 from tahq.pipeline.checkpoint.writer import SnapshotBuffer
 from tahq.pipeline.spans import CudaMarks, Stopwatch
 from tahq.quant.config import WireConfig
@@ -142,3 +142,4 @@ def test_parts_are_timed_under_autocast_and_free_memory_is_the_drivers():
     free, whole = torch.cuda.mem_get_info(CUDA)
     assert 0 < free_bytes(CUDA) <= whole
     assert free_bytes(CUDA) == pytest.approx(free, rel=0.1)
+    assert shares_of_memory([CUDA, CUDA]) == pytest.approx([free / 2 - (600 << 20)] * 2, rel=0.1)

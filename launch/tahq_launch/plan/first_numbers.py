@@ -21,7 +21,7 @@ from tahq.config.file import yaml_flow
 from tahq.coordinator.schedule_choice import MEMORY_SHARE
 from tahq.data.token_stream import cache_folder
 from tahq.errors import ConfigError, UserError
-from tahq.memory.free_memory import free_bytes
+from tahq.memory.free_memory import free_bytes, shares_of_memory
 from tahq.models.model_spec import ModelSpec
 from tahq.plan.cluster_numbers import ClusterNumbers, LayerTimes
 from tahq.plan.measure.measurement import MeasureRequest, in_megabytes
@@ -104,9 +104,8 @@ def first_numbers(
     if not measures:
         return found
     lacks_codecs = found is not None and needs_codecs(_with_unlimited_memory(found.cluster))
-    if found is not None and not lacks_codecs and not by_hand and _computes_on_this_cpu(config):
-        cluster = _with_free_memory(found.cluster, config.pipeline.num_workers)
-        return replace(found, cluster=cluster, origin=f"{found.origin}, free memory just now")
+    if found is not None and not lacks_codecs and not by_hand and (now := _with_free_memory(found.cluster, config)):
+        return replace(found, cluster=now, origin=f"{found.origin}, free memory just now")
     own = () if has_paths else ("hosts=local", "links={}", f"emulate={_sleep_alone(config)}")
     start = replace(start, overrides=(*start.overrides, *own))
     request = _request(config, sizes, has_paths, needs_codecs)
@@ -240,15 +239,17 @@ def _of_one_machine(hosts: Sequence[Sequence[LayerTimes]]) -> list[LayerTimes]:
     return rows
 
 
-def _computes_on_this_cpu(config: ClusterConfig) -> bool:
-    stages = range(config.pipeline.num_workers)
-    return isinstance(config.hosts, str) and all(stage_device(config, stage).type == "cpu" for stage in stages)
-
-
-def _with_free_memory(cluster: ClusterNumbers, num_workers: int) -> ClusterNumbers:
-    """The figures of workers on this machine, each with its share of the memory that is free now."""
-    share = in_megabytes(free_bytes(torch.device("cpu")) // num_workers)
-    return cluster.model_copy(update={"hosts": [host.model_copy(update={"memory": share}) for host in cluster.hosts]})
+def _with_free_memory(cluster: ClusterNumbers, config: ClusterConfig) -> ClusterNumbers | None:
+    """The figures of workers, each with its share of the memory that is free now; None: that takes workers to tell."""
+    devices = [stage_device(config, stage) for stage in range(config.pipeline.num_workers)]
+    if not isinstance(config.hosts, str) or (shares := shares_of_memory(devices)) is None:
+        return None
+    on_host = in_megabytes(free_bytes(torch.device("cpu")) // len(devices))
+    hosts = [
+        host.model_copy(update={"memory": in_megabytes(share), "host_memory": host.host_memory and on_host})
+        for host, share in zip(cluster.hosts, shares, strict=True)
+    ]
+    return cluster.model_copy(update={"hosts": hosts})
 
 
 def _sleep_alone(config: ClusterConfig) -> str:

@@ -1,8 +1,8 @@
 """What `tahq-launch` chooses before a run's first step, with `pipeline.balance: measured`, the default.
 
-The workers are started once to measure: only free memory if the cache has the other figures of these hosts and this
-model. Then the planner chooses what cluster.yaml leaves open: hosts and their order, layers, micro-batch, codecs, the
-schedule that the run begins with and, for adapters, replicas. The result is a configuration in which all of it is set.
+The workers are started once to measure: only free memory if the cache has the other figures, and not at all where that
+is known without them. Then the planner chooses what cluster.yaml leaves open: hosts and their order, layers,
+micro-batch, codecs, first schedule and, for adapters, replicas. In the resulting configuration all of it is set.
 """
 
 import logging
