@@ -469,3 +469,8 @@ def test_figures_that_the_run_contradicts_are_dropped(planned, factor, holds):
     assert found.compute_s == pytest.approx((32 * 4 * 0.03,) * 2)
     found.watch([StepRecord(3, 1.0, 256, 4.0, 1.0, 1.0, False, False, tuple(stages), ())])
     assert found.cached.exists() == holds
+
+
+def test_steps_of_workers_that_share_cores_contradict_nothing(planned, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    assert planned(OPEN | {"pipeline": {"stages": 2}}).compute_s == ()

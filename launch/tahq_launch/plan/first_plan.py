@@ -6,6 +6,7 @@ micro-batch, codecs, first schedule and, for adapters, replicas. In the resultin
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -171,7 +172,7 @@ def first_plan(given: ClusterConfig, start: StartRequest, *, measures: bool = Tr
     found_plan = _chosen(given, config, spec, planned, origin)
     return replace(
         found_plan,
-        compute_s=_compute_s(planned),
+        compute_s=_compute_s(planned, config),
         config=for_all_replicas(found_plan.config, whole),
         cached=found.cached,
         joins_again=bool(by_hand and found.address),
@@ -341,10 +342,11 @@ def _chosen(given: ClusterConfig, config: ClusterConfig, spec: ModelSpec, planne
     return FirstPlan(final, tuple(_lines(given, final, planned, origin, notes)))
 
 
-def _compute_s(planned: Planned) -> tuple[float, ...]:
-    """Seconds that each stage computes in a step; none if stages share a GPU, where they wait for each other."""
+def _compute_s(planned: Planned, config: ClusterConfig) -> tuple[float, ...]:
+    """Seconds that each stage computes in a step; none where stages wait for each other's GPU or cores."""
     best = planned.slowest.plan
-    if any(host.device for host in planned.table.problem.cluster.hosts):
+    shares_cores = isinstance(config.hosts, str) and config.pipeline.num_workers > len(os.sched_getaffinity(0))
+    if shares_cores or any(host.device for host in planned.table.problem.cluster.hosts):
         return ()
     times = StageCosts.of(planned.table, best).times_of(best)
     return tuple(float(each) for each in best.num_micro_batches * (times.forward + times.backward))
