@@ -10,7 +10,7 @@ from tahq import fault_points
 pytestmark = pytest.mark.ci
 
 slow = pytest.mark.acceptance
-STEPS = 40
+STEPS = 80
 
 
 def replicated(replicas, stages, *, training=None, **pipeline):
@@ -35,7 +35,7 @@ EVALUATED = {"schedule": "1f1b", "training": {"eval_every": 4, "eval_batches": 1
         pytest.param(3, 1, {"training": {"global_batch": 9}}, ["prepared:stage=2:step=11"], marks=slow),
         pytest.param(2, 2, {}, ["backward:stage=0:step=6", "prepared:stage=1:step=7"], marks=slow),
         pytest.param(2, 2, {}, ["backward:stage=0:step=6", "backward:stage=3:step=8"], marks=slow),
-        pytest.param(2, 2, {}, ["backward:stage=2:step=38"], marks=slow),
+        pytest.param(2, 2, {}, ["backward:stage=2:step=78"], marks=slow),
     ],
     ids=["late stage", "evaluating", "uneven shares", "prepared", "one replica twice", "both replicas", "at the end"],
 )
