@@ -39,7 +39,7 @@ def test_open_ports_of_listed_hosts_follow_the_base_port():
 
 def test_minimal_configuration_has_defaults_and_is_frozen(file):
     config = file.load(LEAST)
-    assert (config.wire.activations, config.emulate.rate, config.hosts) == ("wf:bits=5", 1e8, "local")
+    assert (config.wire.activations, config.emulate.rate, config.hosts) == ("wf:bits=6", 1e8, "local")
     assert config.training.num_micro_batches == 4
     with pytest.raises(ValueError, match="frozen"):
         config.training.steps = 5

