@@ -37,7 +37,7 @@ def free_bytes(device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUP
 
 
 def shares_of_memory(devices: Sequence[torch.device]) -> list[int] | None:
-    """Bytes free for each of new processes, on CPUs or on GPUs, which they may share; None: unknown.
+    """Bytes free for each of new processes, on CPUs or on GPUs, which they may share; None: unknown, or none is.
 
     Unlike `free_bytes` it makes no CUDA context, which would take some.
     """
@@ -52,7 +52,8 @@ def shares_of_memory(devices: Sequence[torch.device]) -> list[int] | None:
     free = [next((row.partition(",")[0] for row in rows if row.endswith(uuid)), "") for uuid in uuids]
     if not all(map(str.isdecimal, free)):
         return None
-    return [max(0, (int(mib) << 20) // uuids.count(uuid) - _CONTEXT) for mib, uuid in zip(free, uuids, strict=True)]
+    shares = [(int(mib) << 20) // uuids.count(uuid) - _CONTEXT for mib, uuid in zip(free, uuids, strict=True)]
+    return shares if min(shares) > 0 else None
 
 
 def peak_bytes(device: torch.device) -> int:

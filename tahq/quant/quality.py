@@ -53,7 +53,7 @@ def floor(rows: tuple[MeasuredPair, ...] = MEASURED) -> MeasuredPair:
     """The pair of fewest bits whose gap, of the model with the largest, is small enough; else that of the smallest."""
     counting = {(row.model, row.activations, row.gradients): row for row in reversed(rows)}
     long = sorted((row for row in counting.values() if row.steps >= FEWEST_STEPS), key=lambda row: row.gap)
-    worst = {(row.activations, row.gradients): row for row in long}
+    worst = {(row.activations, row.gradients): row for row in long}  # the largest gap of a pair comes last
     good = [row for row in worst.values() if row.gap <= LARGEST_GAP]
     return min(good, key=lambda row: (row.bits, row.gap)) if good else min(worst.values(), key=lambda row: row.gap)
 
