@@ -8,12 +8,11 @@ step; 50 to 1000 Mbit/s up and down, without delay. Needs root. Measured points 
 file and not measured again.
 
 *Share*: of `tahq.plan.simulate.bound`, with the bytes that crossed and the seconds that forward and backward took, by
-marks in the GPUs' queues, in the same steps. Stages that share a GPU wait for each other in that time; then the bound
-takes the shortest times of other results (`--least-of`), where each stage had a GPU of its own. *Overhead* (part
+marks in the GPUs' queues, in the same steps; stages that share a GPU wait for each other in that time. *Overhead* (part
 `trace`): `trace_overhead` says what counts.
 
-Part `default`: `tahq-launch` with default settings, at these rates and unshaped, at low rates beside depths set by hand
-(`default_rows`).
+Part `default`: `tahq-launch` with default settings but for the codecs of `--wires`, at these rates (0: unshaped), at
+low rates beside depths set by hand (`default_rows`).
 
 Depth of the pipeline of the other parts: one choice per wire, since all rates share one start of the workers: the one
 that loses least against the best depth of each rate by the simulator, whatever the length of queues.
@@ -21,21 +20,19 @@ that loses least against the best depth of each rate by the simulator, whatever 
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from default_rows import Case, Codecs, Values, default_table
+from default_rows import STEPS, Case, Codecs, Values, default_table
 from engine_points import QUEUES_S, depths
-from engine_rows import EngineRow, engine_rows, failures, machines, measure, step_work
+from engine_rows import EngineRow, engine_rows, failures, machines, measure
 from harness import Table, main, need_gpu, read_rows, rows_path
 from trace_overhead import MICRO_BATCHES, overhead_rows, trace_run
 
-from tahq_netem.sweep.points import NetworkChoice, sweep_points
-from tahq_netem.sweep.results import Row, done, read_results
+from tahq_netem.sweep.points import sweep_points
 from tahq_netem.sweep.spec import SweepConfig, split_wire
 from tahq_netem.sweep.stage_times import StageTimes
-from tahq_netem.sweep.workload import CodecSeconds, planned_work, predicted_step_s, schedule_with_depth, step_bound_s
+from tahq_netem.sweep.workload import CodecSeconds, planned_work, predicted_step_s, schedule_with_depth
 
 MODELS: Mapping[str, dict[str, Any]] = {
     "gpt2-xl": {
@@ -61,6 +58,7 @@ PARTS: Mapping[str, tuple[str, str, str]] = {
 }
 """Runtime, schedule and wire."""
 TRACE, DEFAULT = "trace", "default"
+WIRES = {"default": None, "tah6": TAH, "tah8": "tah / fixed:bits=8", "bf16": BF16, "fp32": FP32}
 BY_HAND, BY_HAND_RATES = (10, 8, 5, 2), (50, 100)
 """Depths under zero-bubble that were the fastest of many at these rates, in Mbit/s."""
 TRACED_WIRES = (TAH, FP32)
@@ -92,7 +90,7 @@ def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
             "micro_batches": [options.micro_batch],
             "stages": [options.stages],
             "compute": ["real"],
-            "rates": [1e6 * rate for rate in options.rates],
+            "rates": [1e6 * rate for rate in options.rates if rate],
             "runtimes": [runtime],
             "device": options.device,
             "backend": options.backend,
@@ -127,22 +125,6 @@ def chosen_depth(config: SweepConfig, options: argparse.Namespace) -> tuple[int,
     return min(losses, key=lambda depth: (round(losses[depth], 2), -sum(depth)))
 
 
-def least_times(rows: Iterable[Row]) -> StageTimes:
-    """The shortest forward and backward of each stage, of one sample, in any of these rows."""
-    alone = [row for row in done(rows) if row.get("compute_times") and row["point"]["micro_batch"] == 1]
-    forwards, backwards = zip(*(zip(*row["compute_times"], strict=True) for row in alone), strict=True)
-    return StageTimes(tuple(map(min, zip(*forwards, strict=True))), tuple(map(min, zip(*backwards, strict=True))))
-
-
-def with_least_times(row: Row, least: StageTimes) -> Row:
-    """The row with the bound of these compute times in place of its own."""
-    if row.get("bound_s") is None:
-        return row
-    point = row["point"]
-    plan = NetworkChoice(point["rate_bits_per_s"], point["round_trip_s"]).plan(point["stages"])
-    return {**row, "bound_s": step_bound_s(step_work(row, least), plan)}
-
-
 def rate_rows(rows: Sequence[EngineRow], names: Sequence[str], *, ratios: bool) -> Iterator[list[object]]:
     """Tokens per second by rate and series, or (`ratios`) how many times as fast TAH-Quant's pair is."""
     found = {(row.series, row.place[1]): row.tokens_per_s for row in rows}
@@ -168,10 +150,10 @@ def share_cells(row: EngineRow) -> list[object]:
     ]
 
 
-def case(rate: int | None, options: argparse.Namespace) -> Case:
-    """Default settings at a rate in Mbit/s; None: unshaped."""
-    keys = MODELS[options.model]
-    network = {"tcp_slow_start_after_idle": False} | ({} if rate is None else {"rate": f"{rate}mbit"})
+def case(rate: int, wire: str, options: argparse.Namespace) -> Case:
+    """Default settings at a rate in Mbit/s, 0: unshaped; but for the codecs of a wire."""
+    keys, spec = MODELS[options.model], WIRES[wire]
+    network = {"tcp_slow_start_after_idle": False} | ({"rate": f"{rate}mbit"} if rate else {})
     values: Values = {
         "run": {"name": "default", "device": options.device, "checkpoint_every": "never"},
         "model": keys["model"],
@@ -186,16 +168,17 @@ def case(rate: int | None, options: argparse.Namespace) -> Case:
         pipeline = {"schedule": "zero-bubble", "in_flight": list(BY_HAND), "balance": "counted"}
         return {"pipeline": pipeline, "training": {"micro_batch": 1}}
 
-    has_by_hand = rate in BY_HAND_RATES and options.stages == len(BY_HAND)
-    title = "unshaped" if rate is None else f"{rate} Mbit/s"
-    return Case(title, "default", values, by_hand=by_hand if has_by_hand else None)
+    has_by_hand = wire == "default" and rate in BY_HAND_RATES and options.stages == len(BY_HAND)
+    title = f"{rate} Mbit/s" if rate else "unshaped"
+    return Case(title, wire, values, spec and split_wire(spec), by_hand if has_by_hand else None)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     need_gpu(options.device)
     path = rows_path(options)
     if DEFAULT in options.parts:
-        yield default_table((case(rate, options) for rate in (None, *options.rates)), options)
+        cases = (case(rate, wire, options) for wire in options.wires for rate in options.rates)
+        yield default_table(cases, options, options.steps, options.at_once)
     if options.parts == [DEFAULT]:
         return
     traces = path.with_name(f"{path.stem}-trace.jsonl")
@@ -203,9 +186,6 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
         for wire in TRACED_WIRES:
             trace_run(MODELS[options.model], split_wire(wire), options, PIECE, traces)
     found = measure((sweep(part, options) for part in options.parts if part in PARTS), path)
-    if options.least_of:
-        least = least_times(row for each in options.least_of for row in read_results(each).values())
-        found = [with_least_times(row, least) for row in found]
     rows = sorted(engine_rows(found), key=lambda row: (row.series, -(row.place[1] or 0.0)))
     yield (
         f"{machines(found)}. {options.stages} stages in network namespaces; 32 micro-batches per step, of one sample "
@@ -234,11 +214,13 @@ if __name__ == "__main__":
             "--model": {"choices": list(MODELS), "default": "gpt2-xl"},
             "--device": {"default": "auto", "help": "auto spreads the stages over the GPUs"},
             "--parts": {"nargs": "+", "choices": [DEFAULT, *PARTS, TRACE], "default": [DEFAULT, *PARTS, TRACE]},
-            "--rates": {"type": int, "nargs": "+", "default": [1000, 500, 300, 100, 50], "help": "Mbit/s"},
+            "--rates": {"type": int, "nargs": "+", "default": [0, 1000, 500, 300, 100, 50], "help": "Mbit/s"},
+            "--wires": {"nargs": "+", "choices": list(WIRES), "default": ["default"], "help": "of part default"},
+            "--steps": {"type": int, "default": STEPS, "help": "of part default"},
+            "--at-once": {"type": int, "default": 1, "help": "runs of part default"},
             "--stages": {"type": int, "default": 4},
             "--micro-batch": {"type": int, "default": 1, "help": "samples per micro-batch"},
             "--best": {"type": int, "default": 0, "help": "plans by the simulator beside default settings"},
             "--backend": {"default": "auto", "help": "network backend; see tahq-netem probe"},
-            "--least-of": {"type": Path, "nargs": "+", "default": [], "help": ".jsonl with a GPU for each stage"},
         },
     )

@@ -161,12 +161,12 @@ def cells(case: Case, name: str, num_gpus: int, found: Found | str, alone_s: flo
     return [name, str(num_gpus), f"{step_s:.3f}", rate, f"{100 * share:.1f} %", scaling, f"{found[1]:.1f}"]
 
 
-def rows(case: Case, counts: list[int]) -> Iterator[list[str]]:
+def rows(case: Case, counts: list[int], shards: list[str]) -> Iterator[list[str]]:
     alone_s: dict[str, float] = {}
     for count in counts:
-        shards = SHARDS if count > 1 else {"alone": ()}
+        names = shards if count > 1 else ["alone"]
         measured: list[tuple[str, Callable[[], Found | str]]] = [
-            (f"tahq, {name}", partial(tahq, case, count, shard)) for name, shard in shards.items()
+            (f"tahq, {name}", partial(tahq, case, count, SHARDS.get(name, ()))) for name in names
         ]
         measured.append(("FSDP2", partial(fsdp, case, count)))
         if count > 1:
@@ -191,9 +191,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
         f"micro-batches of {case.micro_batch} · {case.seq_len:,} tokens per step. Medians of {case.steps} steps."
     )
     columns = ("", "GPUs", "step, s", "tokens/s", "of the peak", "scaling", "reserved, GiB")
-    yield Table(columns, rows(case, options.gpus), caption, f"{options.size}")
+    if options.gpus:
+        yield Table(columns, rows(case, options.gpus, options.shards), caption, f"{options.size}")
     if options.kill:
-        yield recovery(case, max(options.gpus))
+        yield recovery(case, max(options.gpus, default=2))
 
 
 if __name__ == "__main__":
@@ -207,7 +208,8 @@ if __name__ == "__main__":
             tables,
             {
                 "--size": {"choices": list(SHAPES), "default": "1b"},
-                "--gpus": {"type": int, "nargs": "+", "default": [1, 2], "help": "numbers of GPUs (default 1 2)"},
+                "--gpus": {"type": int, "nargs": "*", "default": [1, 2], "help": "numbers of GPUs (default 1 2)"},
+                "--shards": {"nargs": "+", "choices": list(SHARDS), "default": list(SHARDS), "help": "rows of tahq"},
                 "--device": {"default": "cuda"},
                 "--micro-batch": {"type": int, "help": "samples; default: by size"},
                 "--micro-batches": {"type": int, "default": 4, "help": "of each GPU in a step (default 4)"},

@@ -9,6 +9,7 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,15 +164,16 @@ def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> di
         "tokens": steps[-1]["tokens"],
         "codecs": [codecs["activations"], codecs["gradients"]],
         "step_s": statistics.median(step["step_time_s"] for step in steps),
+        "first_step_s": run.first_step_s,
         "all_s": run.step_times_s(),
         "changes": [step["schedule_change"] for step in run.steps if step["schedule_change"]],
         "plan": [line.strip() for line in run.output.splitlines() if line.startswith(("planned for", "  "))],
     }
 
 
-def measure(case: Case, num_best: int) -> Iterator[dict[str, Any]]:
+def measure(case: Case, num_best: int, steps: int = STEPS) -> Iterator[dict[str, Any]]:
     """The default's row, then those of the plan set by hand and of the best plans."""
-    run = launch(case.with_keys(case.codecs, STEPS, {}))
+    run = launch(case.with_keys(case.codecs, steps, {}))
     row = _row(case, "default", run)
     codecs = case.codecs or (row["codecs"][0], row["codecs"][1])
     plans = best_plans(case, codecs, num_best) if num_best else []
@@ -182,13 +184,22 @@ def measure(case: Case, num_best: int) -> Iterator[dict[str, Any]]:
         yield _row(case, f"best {number}", launch(values), predicted_s)
 
 
-def default_table(cases: Iterable[Case], options: argparse.Namespace) -> Table:
-    """Measure what the file of rows does not have yet."""
+def default_table(cases: Iterable[Case], options: argparse.Namespace, steps: int = STEPS, at_once: int = 1) -> Table:
+    """Measure what the file of rows does not have yet, so many cases at once; one that fails is said and left out."""
     path = rows_path(options).with_suffix(".default.jsonl")
-    for case in cases:
-        if not any((row["case"], row["wire"]) == (case.title, case.wire) for row in read_rows(path)):
-            for row in list(measure(case, options.best)):  # all of them or none
-                append_row(path, row)
+    done = {(row["case"], row["wire"]) for row in read_rows(path)}
+    with ThreadPoolExecutor(at_once) as pool:
+        measured = [
+            pool.submit(lambda case=case: list(measure(case, options.best, steps)))  # all of them or none
+            for case in cases
+            if (case.title, case.wire) not in done
+        ]
+        for each in as_completed(measured):
+            if isinstance(error := each.exception(), SystemExit):
+                say(str(error))
+                continue
+            for row in each.result():
+                append_row(path, {**row, "at_once": at_once})
                 how = f"{row['how']} {row['schedule']} {row['in_flight']}"
                 say(f"{row['case']}, {row['wire']}: {how} {row['step_s']:.3f} s")
     return Table(COLUMNS, _cells(read_rows(path)), DEFAULT_CAPTION, heading="Default settings")
@@ -200,9 +211,10 @@ def _cells(rows: Sequence[Values]) -> Iterator[list[str]]:
         best_s = min((row["step_s"] for row in of_group if row["how"] != "default"), default=None)
         bound_s = of_group[0]["bound_s"]
         for row in of_group:
-            is_default = row["how"] == "default"
+            is_default, at_once = row["how"] == "default", row.get("at_once", 1)
+            how = f"{row['how']}, {at_once} at once" if at_once > 1 else row["how"]
             yield [
-                *(row["case"], f"{row['wire']}: `{' / '.join(row['codecs'])}`", row["how"], row["schedule"]),
+                *(row["case"], f"{row['wire']}: `{' / '.join(row['codecs'])}`", how, row["schedule"]),
                 *(", ".join(map(str, row["in_flight"])), str(len(row["changes"]))),
                 *(f"{row['step_s']:.3f}", f"{row['tokens'] / row['step_s']:,.0f}"),
                 f"{row['predicted_s']:.3f}" if row["predicted_s"] else "",
