@@ -170,7 +170,8 @@ def case(rate: int, wire: str, options: argparse.Namespace) -> Case:
 
     has_by_hand = wire == "default" and rate in BY_HAND_RATES and options.stages == len(BY_HAND)
     title = f"{rate} Mbit/s" if rate else "unshaped"
-    return Case(title, wire, values, spec and split_wire(spec), by_hand if has_by_hand else None)
+    codecs = spec and split_wire(spec)
+    return Case(title, wire, values, codecs, by_hand if has_by_hand else None, spares_checkpoint=True)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:

@@ -123,13 +123,14 @@ def sections(case: Case, num_gpus: int, shard: tuple[str, ...]) -> dict[str, Any
         found |= {"hosts": "local", "links": {"inside": inside}, "wire": {"all_reduce": "raw:dtype=fp32"}}
     found["memory"] = {"shard": list(shard)} if shard else {}
     found["run"]["checkpoint_every"] = "never"
+    found["training"]["steps"] *= 10  # stopped before
     return found
 
 
 def tahq(case: Case, num_gpus: int, shard: tuple[str, ...]) -> Found | str:
     """What `tahq-launch` takes, or why it took nothing."""
     try:
-        run = launch(sections(case, num_gpus, shard))
+        run = launch(sections(case, num_gpus, shard), stop_after=WARM_STEPS + case.steps)
     except SystemExit as error:
         say(str(error))
         return "failed"
@@ -142,7 +143,7 @@ def recovery(case: Case, num_gpus: int) -> str:
     fault = f"kill@backward:stage={num_gpus - 1}:step={KILLED_STEP}"
     with tempfile.TemporaryDirectory() as folder:
         once = {"TAHQ_FAULTS": fault, "TAHQ_FAULTS_FOLDER": folder}
-        run = launch(sections(case, num_gpus, SHARDS["optimizer"]), once)
+        run = launch(sections(case, num_gpus, SHARDS["optimizer"]), once, stop_after=WARM_STEPS + case.steps)
     took_s, usual_s = run.steps[KILLED_STEP]["step_time_s"], statistics.median(run.step_times_s(WARM_STEPS))
     return f"Replica killed in step {KILLED_STEP + 1}: that step took {took_s:.1f} s, the median one {usual_s:.2f} s."
 

@@ -57,7 +57,8 @@ DEFAULT_CAPTION = (
 class Case:
     """A cluster.yaml that leaves the plan open, and the codecs, too, if they are None.
 
-    `by_hand` gives the keys that someone sets by hand, for the default's codecs.
+    `by_hand` gives the keys that someone sets by hand, for the default's codecs. A run that spares its checkpoint
+    is stopped when it has done its steps.
     """
 
     title: str
@@ -66,11 +67,18 @@ class Case:
     codecs: Codecs | None = None
     by_hand: Callable[[Codecs], Values] | None = None
     in_order: bool = True
+    spares_checkpoint: bool = False
 
     def with_keys(self, codecs: Codecs | None, steps: int, keys: Values) -> dict[str, Any]:
         """The file with keys set."""
         wire = {"wire": dict(zip(("activations", "gradients"), codecs, strict=True))} if codecs else {}
         return merged(self.values, wire, {"training": {"steps": steps}}, keys)
+
+    def run(self, codecs: Codecs | None, steps: int, keys: Values) -> Run:
+        """`tahq-launch` with keys set."""
+        if self.spares_checkpoint:
+            return launch(self.with_keys(codecs, 10 * steps, keys), stop_after=steps)
+        return launch(self.with_keys(codecs, steps, keys))
 
 
 def merged(*parts: Values) -> dict[str, Any]:
@@ -173,13 +181,13 @@ def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> di
 
 def measure(case: Case, num_best: int, steps: int = STEPS) -> Iterator[dict[str, Any]]:
     """The default's row, then those of the plan set by hand and of the best plans."""
-    run = launch(case.with_keys(case.codecs, steps, {}))
+    run = case.run(case.codecs, steps, {})
     row = _row(case, "default", run)
     codecs = case.codecs or (row["codecs"][0], row["codecs"][1])
     plans = best_plans(case, codecs, num_best) if num_best else []
     yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None) or measured_bound_s(case, run)}
     if case.by_hand is not None:
-        yield _row(case, "by hand", launch(case.with_keys(codecs, SET_STEPS, case.by_hand(codecs))))
+        yield _row(case, "by hand", case.run(codecs, SET_STEPS, case.by_hand(codecs)))
     for number, (values, predicted_s, _) in enumerate(plans, 1):
         yield _row(case, f"best {number}", launch(values), predicted_s)
 

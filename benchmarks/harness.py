@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, count: int = 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of `tahq-launch` that ended well: its lines of metrics.jsonl, its output, and seconds in all.
+    """A run of `tahq-launch` that ended as it should: its lines of metrics.jsonl, its output, and seconds in all.
 
     `config` is the run's config.yaml, in which everything is chosen. `planned_at_s` and `trained_at_s` are the times,
     by `time.time()`, at which it was written and at which the last step was done.
@@ -176,10 +177,12 @@ def launch(
     config: Mapping[str, Any] | Path,
     env: Mapping[str, str] = MappingProxyType({}),
     with_run: Callable[[Path], object] = lambda folder: None,
+    stop_after: int | None = None,
 ) -> Run:
     """Run a cluster.yaml, as users do, in a folder of its own; a run that fails ends the program.
 
-    `with_run` is called with the run's folder before it is removed.
+    `with_run` is called with the run's folder before it is removed. A run that is stopped after so many steps, as by
+    `tahq stop --now`, spares the checkpoint at its end, which takes longer than the steps of a large model.
     """
     with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
         folder = Path(name)
@@ -196,15 +199,20 @@ def launch(
             while not (metrics.is_file() and metrics.stat().st_size) and process.poll() is None:
                 time.sleep(0.02)
             first_step_s = time.perf_counter() - begin
+            if stop_after:
+                while process.poll() is None and metrics.read_text().count("\n") < stop_after:
+                    time.sleep(0.02)
+                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)  # the second signal does not wait for a checkpoint
             status = process.wait()
             seconds = time.perf_counter() - begin
             output.seek(0)
             text = output.read()
-        if status:
+        if status and not (stop_after and status in (128 + signal.SIGINT, 128 + signal.SIGTERM)):
             sys.exit(f"tahq-launch ended with status {status}: {text[-2000:]}")
         with_run(run)
         return Run(
-            steps=[json.loads(line) for line in metrics.read_text().splitlines()],
+            steps=[json.loads(line) for line in metrics.read_text().splitlines()][:stop_after],
             output=text,
             seconds=seconds,
             first_step_s=first_step_s,

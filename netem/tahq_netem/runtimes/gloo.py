@@ -156,7 +156,8 @@ class Boundaries(nn.Module):
             on_device = x.to(self._device)
             # Tokens unchanged, activations in fp32: converted on the device, which halves the bytes to copy.
             y: torch.Tensor = self.module(on_device.float() if x.is_floating_point() else on_device)
-        return y if self._is_last else y.to(self._wire_dtype).cpu()
+        # torch's schedules want the strides that they saw on the meta device; rows of logits may be padded
+        return y.contiguous() if self._is_last else y.to(self._wire_dtype).cpu()
 
 
 class StepLog:
