@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine_rows import size_text, wire_text
+from engine_rows import wire_text
 from harness import Table, append_row
 
 from tahq.config.cluster import ClusterConfig
@@ -63,8 +63,8 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
         {
             **model,
             "name": "trace",
-            "global_batch": MICRO_BATCHES * options.micro_batch,
-            "micro_batches": [options.micro_batch],
+            "global_batch": MICRO_BATCHES,
+            "micro_batches": [1],
             "stages": [options.stages],
             "device": options.device,
             "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [in_flight]}],
@@ -86,7 +86,7 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
         steps = range(TRACED[0], TRACED[1] + 1)
         found = [overheads(json.loads(trace_path(traces, step).read_text())) for step in steps]
     row = {
-        "wire": f"`{wire_text(*wire)}`{size_text(options.micro_batch)}",
+        "wire": f"`{wire_text(*wire)}`",
         "step_s": statistics.median(records[step - 1].seconds for step in steps),
         "stages": [asdict(_median(of_stage)) for of_stage in zip(*found, strict=True)],
     }

@@ -74,7 +74,7 @@ def export_folder(
         UserError: `out` is not empty.
         ModelError: a parameter has another shape.
     """
-    shapes = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
+    shapes = dict(slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers)))
     num_parameters = sum(shape.numel() for shape in shapes.values())
     if spec.tie == "sync":
         del shapes[HEAD_WEIGHT]

@@ -8,7 +8,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,10 +45,10 @@ class ModelSpec:
     tied: bool
     tie: Literal["untied", "sync"]
     folder: Path | None
-    hf_config: HfConfig
+    hf_config: HfConfig = field(hash=False)
     path: str = ""
     first_trainable: int = 0
-    adapter: AdapterConfig | None = None
+    adapter: AdapterConfig | None = field(default=None, hash=False)
 
     @property
     def layout(self) -> FamilyLayout:

@@ -11,6 +11,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import stage_estimate
 from tahq.memory import estimate
 from tahq.models.model_spec import load_spec
+from tahq.models.slice import slice_parameters
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
 from tahq_launch.plan.problem import PlanChoices, model_numbers, problem_of
@@ -39,6 +40,13 @@ def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
         )
     )
     assert (made_anew, kept) == (plain, plain + MATRICES)
+
+
+def test_a_slice_is_built_once_however_many_choices_of_memory_there_are():
+    slice_parameters.cache_clear()
+    config, spec = loaded(run={"device": "cuda"})
+    assert len(model_numbers(config, spec, offloads=True).options) > 10
+    assert slice_parameters.cache_info().misses <= 4  # the first block, the last, one between, and all
 
 
 def test_replicas_that_share_optimizer_states_have_more_room_for_blocks():

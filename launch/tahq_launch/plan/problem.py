@@ -81,10 +81,8 @@ def problem_of(
     """
     schedules = _schedules(config, choices.schedules)
     splits, may_offload = "zero-bubble" in schedules, shares == 1 and offloads(config, cluster)
-    model, most = (
-        model_numbers(config, spec, splits_backward=splits, shares=shares, offloads=may_offload),
-        choices.max_replicas or 1,
-    )
+    model = model_numbers(config, spec, splits_backward=splits, shares=shares, offloads=may_offload)
+    most = choices.max_replicas or 1
     if most > 1:  # replicas sum gradients on the device
         kept = tuple(each for each in model.options if "gradients" not in each.offload)
         model = replace(model, options=kept or model.options)
