@@ -124,6 +124,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table | str]:
     if TRACE in options.parts:
         for wire in TRACED_WIRES:
             trace_run(MODELS[options.model], split_wire(wire), options, PIECE, traces)
+    if traces.exists():
         yield overhead_rows(read_rows(traces))
     if parts := [part for part in options.parts if part in TORCH]:
         found = measure((sweep(part, options) for part in parts), path)
