@@ -193,7 +193,7 @@ def measure(case: Case, num_best: int, steps: int = STEPS) -> Iterator[dict[str,
     row = _row(case, "default", run)
     codecs = case.codecs or (row["codecs"][0], row["codecs"][1])
     plans = best_plans(case, codecs, num_best) if num_best else []
-    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None)}
+    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None) or measured_bound_s(case, row)}
     if case.by_hand is not None:
         yield _row(case, "by hand", case.run(codecs, SET_STEPS, case.by_hand(codecs)))
     for number, (values, predicted_s, _) in enumerate(plans, 1):
@@ -236,6 +236,8 @@ def _cells(rows: Sequence[Values]) -> Iterator[list[str]]:
         for row in of_group:
             is_default, at_once = row["how"] == "default", row.get("at_once", 1)
             how = f"{row['how']}, {at_once} at once" if at_once > 1 else row["how"]
+            if is_default and len(row["all_s"]) != STEPS:
+                how += f", {len(row['all_s'])} steps"
             yield [
                 *(row["case"], f"{row['wire']}: `{' / '.join(row['codecs'])}`", how, row["schedule"]),
                 *(", ".join(map(str, row["in_flight"])), str(len(row["changes"]))),
