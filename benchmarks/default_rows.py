@@ -7,6 +7,7 @@ with the codecs that the default has chosen, a plan set by hand and the best pla
 import argparse
 import itertools
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -167,6 +168,8 @@ def settled(run: Run) -> list[Values]:
 
 def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> dict[str, Any]:
     steps = settled(run)
+    if planned := re.search(r"planned for ([\d,]+) tokens/s", run.output):
+        predicted_s = steps[-1]["tokens"] / float(planned[1].replace(",", ""))
     codecs = {link["direction"]: link["codec"] for link in steps[-1]["links"]}
     return {
         "case": case.title,
