@@ -76,7 +76,6 @@ def sweep(part: str, options: argparse.Namespace) -> SweepConfig:
             "backend": options.backend,
             "steps": {"settle": 2, "at_least": 2, "at_most": 6, "about": 10.0},
             "tcp_slow_start_after_idle": False,
-            "piece": PIECE,
             "timeout": 180.0,
         }
     )
@@ -110,8 +109,7 @@ def case(rate: int, wire: str, options: argparse.Namespace) -> Case:
 
     has_by_hand = wire == "default" and rate in BY_HAND_RATES and options.stages == len(BY_HAND)
     title = f"{rate} Mbit/s" if rate else "unshaped"
-    codecs = spec and split_wire(spec)
-    return Case(title, wire, values, codecs, by_hand if has_by_hand else None, spares_checkpoint=True)
+    return Case(title, wire, values, spec and split_wire(spec), by_hand if has_by_hand else None)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table | str]:

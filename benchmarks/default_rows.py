@@ -6,7 +6,6 @@ with the codecs that the default has chosen, a plan set by hand and the best pla
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 import tempfile
@@ -59,8 +58,7 @@ DEFAULT_CAPTION = (
 class Case:
     """A cluster.yaml that leaves the plan open, and the codecs, too, if they are None.
 
-    `by_hand` gives the keys that someone sets by hand, for the default's codecs. A run that spares its checkpoint
-    is stopped when it has done its steps.
+    `by_hand` gives the keys that someone sets by hand, for the default's codecs.
     """
 
     title: str
@@ -69,18 +67,11 @@ class Case:
     codecs: Codecs | None = None
     by_hand: Callable[[Codecs], Values] | None = None
     in_order: bool = True
-    spares_checkpoint: bool = False
 
     def with_keys(self, codecs: Codecs | None, steps: int, keys: Values) -> dict[str, Any]:
         """The file with keys set."""
         wire = {"wire": dict(zip(("activations", "gradients"), codecs, strict=True))} if codecs else {}
         return merged(self.values, wire, {"training": {"steps": steps}}, keys)
-
-    def run(self, codecs: Codecs | None, steps: int, keys: Values) -> Run:
-        """`tahq-launch` with keys set."""
-        if self.spares_checkpoint:
-            return launch(self.with_keys(codecs, 10 * steps, keys), stop_after=steps)
-        return launch(self.with_keys(codecs, steps, keys))
 
 
 def merged(*parts: Values) -> dict[str, Any]:
@@ -132,18 +123,16 @@ def best_plans(case: Case, codecs: Codecs, num: int) -> list[tuple[dict[str, Any
     ]
 
 
-def measured_bound_s(case: Case, row: Values) -> float | None:
-    """Seconds that no schedule of a default row's plan is faster than, by the cached figures; None: there are none.
+def measured_bound_s(case: Case, run: Run) -> float | None:
+    """Seconds that no schedule is faster than, by what this default run was planned with; None: it kept no figures.
 
-    A run drops the figures that its steps contradict, as they do where several runs share a GPU.
+    A run drops the figures that its steps contradict, as they may where several runs share a GPU.
     """
-    keys = {"pipeline": {"layers": row["layers"]}, "training": {"micro_batch": row["micro_batch"]}}
     with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
-        path, chosen = Path(name) / "cluster.yaml", Path(name) / "chosen.yaml"
+        path, chosen = Path(name) / "cluster.yaml", Path(name) / "config.yaml"
         path.write_text(yaml.safe_dump(case.with_keys(case.codecs, STEPS, {})))
-        chosen.write_text(yaml.safe_dump(case.with_keys((row["codecs"][0], row["codecs"][1]), STEPS, keys)))
-        found = first_plan(load_config(path), StartRequest(path), measures=False)
-        config = resolve_for_run(load_config(chosen))
+        chosen.write_text(yaml.safe_dump(run.config))
+        found, config = first_plan(load_config(path), StartRequest(path), measures=False), load_config(chosen)
     if found is None or found.figures is None:
         return None
     problem = problem_of(config, resolved_spec(config, None), found.figures, PlanChoices())
@@ -178,8 +167,6 @@ def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> di
         "predicted_s": predicted_s,
         "schedule": steps[-1]["schedule"],
         "in_flight": steps[-1]["in_flight"],
-        "layers": run.config["pipeline"]["layers"],
-        "micro_batch": run.config["training"]["micro_batch"],
         "tokens": steps[-1]["tokens"],
         "codecs": [codecs["activations"], codecs["gradients"]],
         "step_s": statistics.median(step["step_time_s"] for step in steps),
@@ -192,28 +179,25 @@ def _row(case: Case, how: str, run: Run, predicted_s: float | None = None) -> di
 
 def measure(case: Case, num_best: int, steps: int = STEPS) -> Iterator[dict[str, Any]]:
     """The default's row, then those of the plan set by hand and of the best plans."""
-    run = case.run(case.codecs, steps, {})
+    run = launch(case.with_keys(case.codecs, steps, {}), stop_after=steps)
     row = _row(case, "default", run)
     codecs = case.codecs or (row["codecs"][0], row["codecs"][1])
     plans = best_plans(case, codecs, num_best) if num_best else []
-    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None) or measured_bound_s(case, row)}
+    yield {**row, "bound_s": min((bound_s for _, _, bound_s in plans), default=None) or measured_bound_s(case, run)}
     if case.by_hand is not None:
-        yield _row(case, "by hand", case.run(codecs, SET_STEPS, case.by_hand(codecs)))
+        set_by_hand = case.with_keys(codecs, SET_STEPS, case.by_hand(codecs))
+        yield _row(case, "by hand", launch(set_by_hand, stop_after=SET_STEPS))
     for number, (values, predicted_s, _) in enumerate(plans, 1):
-        yield _row(case, f"best {number}", launch(values), predicted_s)
+        yield _row(case, f"best {number}", launch(values, stop_after=SET_STEPS), predicted_s)
 
 
 def default_table(cases: Iterable[Case], options: argparse.Namespace, steps: int = STEPS, at_once: int = 1) -> Table:
     """Measure what the file of rows does not have yet, so many cases at once; one that fails is said and left out."""
     path = rows_path(options).with_suffix(".default.jsonl")
-    wanted = {(case.title, case.wire): case for case in cases}
     done = {(row["case"], row["wire"]) for row in read_rows(path)}
     with ThreadPoolExecutor(at_once) as pool:
-        measured = [
-            pool.submit(lambda case=case: list(measure(case, options.best, steps)))  # all of them or none
-            for key, case in wanted.items()
-            if key not in done
-        ]
+        left = [case for case in cases if (case.title, case.wire) not in done]
+        measured = [pool.submit(list, measure(case, options.best, steps)) for case in left]  # all rows or none
         for each in as_completed(measured):
             if isinstance(error := each.exception(), SystemExit):
                 say(str(error))
@@ -222,13 +206,7 @@ def default_table(cases: Iterable[Case], options: argparse.Namespace, steps: int
                 append_row(path, {**row, "at_once": at_once})
                 how = f"{row['how']} {row['schedule']} {row['in_flight']}"
                 say(f"{row['case']}, {row['wire']}: {how} {row['step_s']:.3f} s")
-    rows = read_rows(path)
-    for row in rows:
-        case = wanted.get((row["case"], row["wire"]))
-        if row["how"] == "default" and case is not None and "layers" in row and not row["bound_s"]:
-            row["bound_s"] = measured_bound_s(case, row)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return Table(COLUMNS, _cells(rows), DEFAULT_CAPTION, heading="Default settings")
+    return Table(COLUMNS, _cells(read_rows(path)), DEFAULT_CAPTION, heading="Default settings")
 
 
 def _cells(rows: Sequence[Values]) -> Iterator[list[str]]:

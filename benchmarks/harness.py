@@ -187,8 +187,11 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
         folder = Path(name)
         path = folder / "cluster.yaml"
-        path.write_text(config.read_text() if isinstance(config, Path) else yaml.safe_dump(dict(config)))
-        run = folder / "runs" / yaml.safe_load(path.read_text())["run"]["name"]
+        values = yaml.safe_load(config.read_text()) if isinstance(config, Path) else dict(config)
+        if stop_after:  # before its end
+            values["training"] = {**values["training"], "steps": 10 * stop_after}
+        path.write_text(yaml.safe_dump(values))
+        run = folder / "runs" / values["run"]["name"]
         metrics, chosen = run / "metrics.jsonl", run / "config.yaml"
         with (folder / "output").open("w+") as output:
             begin = time.perf_counter()
