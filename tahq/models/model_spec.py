@@ -45,10 +45,10 @@ class ModelSpec:
     tied: bool
     tie: Literal["untied", "sync"]
     folder: Path | None
-    hf_config: HfConfig = field(hash=False)
+    hf_config: HfConfig = field(hash=False)  # it has none
     path: str = ""
     first_trainable: int = 0
-    adapter: AdapterConfig | None = field(default=None, hash=False)
+    adapter: AdapterConfig | None = field(default=None, hash=False)  # nor has this
 
     @property
     def layout(self) -> FamilyLayout:
