@@ -25,7 +25,7 @@ def gradient_scale(num_tokens: int) -> float:
 
 
 NORM_ELEMENTS = 2**24
-"""Elements of a gradient that are squared at a time, so that their fp64 copy stays small."""
+"""Elements of a gradient that are squared at a time on a CPU, so that their fp64 copy stays small."""
 
 
 def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
@@ -33,8 +33,17 @@ def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
 
     NaN or infinity where a gradient has one.
     """
-    squares = [squared_norm(holder) for holder in holders]
-    return [float(square) for square in torch.stack(squares).tolist()] if squares else []
+    squares, on_cuda = dict[int, torch.Tensor](), dict[torch.dtype, dict[int, torch.Tensor]]()
+    for number, holder in enumerate(holders):
+        if holder.grad is not None and holder.grad.is_cuda:
+            on_cuda.setdefault(holder.grad.dtype, {})[number] = holder.grad
+        else:
+            squares[number] = squared_norm(holder)
+    for gradients in on_cuda.values():  # in a few launches; each norm is the same with others beside it or alone
+        norms = torch._foreach_norm([*gradients.values()], 2, torch.float64)
+        squares.update(zip(gradients, torch._foreach_mul(norms, norms), strict=True))
+    stacked = [squares[number] for number in sorted(squares)]
+    return [float(square) for square in torch.stack(stacked).tolist()] if stacked else []
 
 
 def squared_norm(holder: HoldsGradient) -> torch.Tensor:
@@ -42,12 +51,9 @@ def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     gradient = gradient_of(holder)
     if gradient is None:
         return torch.zeros((), dtype=torch.float64, device=holder.device)
-    parts = torch.split(gradient.detach().flatten(), NORM_ELEMENTS)
-    if gradient.is_cuda:  # two launches for most parameters
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        return norm.square()
-    wide = (part.double() for part in parts)
+    if gradient.is_cuda:
+        return torch._foreach_norm([gradient], 2, torch.float64)[0].square()
+    wide = (part.double() for part in torch.split(gradient.detach().flatten(), NORM_ELEMENTS))
     return torch.stack([torch.dot(part, part) for part in wide]).sum()
 
 

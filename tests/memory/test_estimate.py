@@ -177,20 +177,19 @@ def test_bytes_of_low_rank_weights_equal_the_saved_tensors(optimizer, blocks, ke
     x = torch.zeros(2, 16, dtype=torch.int64) if blocks.first else torch.randn(2, 16, 32).requires_grad_()
     module(x).sum().backward()
     weights = low_rank_weights(module).values()
-    gradients = [p.grad.nbytes for p in module.parameters()] + [each.pending_nbytes for each in weights]
+    gradients = [p.grad.nbytes for p in module.parameters()]
+    gradients += [each.grad.nbytes + (each.subspace.found_nbytes if each.subspace else 0) for each in weights]
     update.apply(0, 1.0)
     saved = update.tensors()
-    memory, fused = (
-        estimate(blocks, optimizer_nbytes=partial(optimizer_nbytes, config), low_rank=settings, is_fused=is_fused)
-        for is_fused in (False, True)
-    )
+    given = {"optimizer_nbytes": partial(optimizer_nbytes, config), "low_rank": settings}
+    memory, fused = (estimate(blocks, is_fused=is_fused, **given) for is_fused in (False, True))
     assert memory.weights == sum(each.nbytes for name, each in saved.items() if name.startswith("model"))
     assert (memory.gradients, fused.gradients) == (sum(gradients), max(gradients))
     counters = ("optimizer/step/", "optimizer/gap/", "optimizer/similarities/")
     states = [each for name, each in saved.items() if name.startswith("optimizer") and not name.startswith(counters)]
     assert memory.optimizer == sum(each.nbytes for each in states)
     moments = {"offload": ["v"], "moments_nbytes": partial(optimizer_nbytes, config, moments=["v"])}
-    away = estimate(blocks, optimizer_nbytes=partial(optimizer_nbytes, config), low_rank=settings, **moments)
+    away = estimate(blocks, **(given | moments))
     of_matrices = [name for name in saved if name.startswith("optimizer/exp_avg_sq") and "norm." not in name]
     assert away.host_optimizer == memory.optimizer - away.optimizer == sum(saved[name].nbytes for name in of_matrices)
 

@@ -147,7 +147,7 @@ def test_a_step_that_is_not_applied_leaves_no_trace():
     weight.begin(3)  # a search is due
     weight.take(normal((33, 65), seed=77))
     weight.discard()
-    assert weight.pending_nbytes == 0
+    assert (weight.grad, weight.subspace.found_nbytes) == (None, 0)
     assert weight.subspace.is_due(4)
     assert_same(weight, other)
     take_steps(weight, range(4, 9))

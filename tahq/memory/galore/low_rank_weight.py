@@ -126,12 +126,6 @@ class LowRankWeight:
         """Store these values [m, n], of any float type."""
         self.storage.assign(values)
 
-    @property
-    def pending_nbytes(self) -> int:
-        """Bytes kept until COMMIT: the sum of the gradients, and a new basis."""
-        found = self.subspace.found_nbytes if self.subspace is not None else 0
-        return found + (self.grad.nbytes if self.grad is not None else 0)
-
     def begin(self, step: int) -> bool:
         """Begin a step: later gradients belong to it. Returns whether a search for a subspace is due."""
         self._step = step
