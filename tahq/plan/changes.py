@@ -17,7 +17,7 @@ from tahq.plan.prediction import Speed, fits_memory, is_long, predict, step_time
 from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.candidates import MAX_ALL_HOSTS, all_orders, improved
 from tahq.plan.search.codecs import LADDER
-from tahq.plan.search.search import Simulations, deepened, in_flight
+from tahq.plan.search.search import Simulations, deepened, sturdiest
 from tahq.plan.search.stages import StageCosts, best_divisions, depth_profiles, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 from tahq.quant.config import WireConfig
@@ -65,7 +65,7 @@ def with_schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[Pipeline
 
 
 def best_schedule(simulations: Simulations, plan: PipelinePlan, *, fixed_depths: bool = False) -> PipelinePlan:
-    """The plan under the best schedule with the best depths; of those about as fast the one with the fewest in flight.
+    """The plan under the best schedule with the best depths; of those about as fast the `sturdiest`.
 
     With `fixed_depths` only the schedule changes.
     """
@@ -79,7 +79,8 @@ def best_schedule(simulations: Simulations, plan: PipelinePlan, *, fixed_depths:
     while best is not None and not simulations.is_exhausted:
         best = next(_better(simulations, best), None)
     limit_s = (1 + _ABOUT_AS_FAST) * min(times_s.values())
-    return min((each for each in times_s if times_s[each] <= limit_s), key=in_flight)
+    near = [each for each in times_s if times_s[each] <= limit_s]
+    return near[0] if fixed_depths else sturdiest(simulations, near, limit_s)
 
 
 def _better(simulations: Simulations, plan: PipelinePlan) -> Iterator[PipelinePlan]:

@@ -19,7 +19,7 @@ from tahq.plan.prediction import Prediction, is_long, predict
 from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.candidates import MAX_ALL_HOSTS, CandidateSearch, Progress
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
-from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations
+from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations, sturdiest
 from tahq.plan.search.stages import StageCosts, depth_profiles
 from tahq.plan.search.table import ClusterTable
 from tahq.quant.config import WireConfig
@@ -158,19 +158,15 @@ def _with_quality(simulations: Simulations, fewest: PipelinePlan) -> Prediction:
 
 
 def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
-    """The same plan with the fewest micro-batches in flight that is about as fast: memory has a value, too."""
-    if is_long(best.plan):
+    """The same plan with few micro-batches in flight that is about as fast: memory has a value, too."""
+    if is_long(best.plan) or not best.plan.depths:
         return best
     table, limit_s = simulations.table, simulations.time_s(best.plan) * (1 + _ABOUT_AS_FAST)
-    for depths in depth_profiles(StageCosts.of(table, best.plan), best.plan.layers, best.plan.schedule):
-        if sum(depths) >= sum(best.plan.depths):
-            break
-        fewer = replace(best.plan, depths=depths)
-        if simulations.time_s(fewer) <= limit_s:
-            shallow = predict(table, fewer)
-            if shallow.step_s <= best.step_s * (1 + _ABOUT_AS_FAST):
-                return shallow
-    return best
+    profiles = depth_profiles(StageCosts.of(table, best.plan), best.plan.layers, best.plan.schedule)
+    plans = (replace(best.plan, depths=depths) for depths in profiles)
+    near = [best.plan, *(plan for plan in plans if simulations.time_s(plan) <= limit_s)]
+    found = predict(table, sturdiest(simulations, near, limit_s))
+    return found if found.step_s <= best.step_s * (1 + _ABOUT_AS_FAST) else best
 
 
 # -- replicas ------------------------------------------------------------------------------------

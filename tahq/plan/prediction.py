@@ -32,11 +32,12 @@ _MANY_ACTIONS = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Factors of a what-if question, on rates, latencies and compute times."""
+    """Factors of a what-if question, on rates, latencies and compute times; all frames are `late_s` later besides."""
 
     rates: float = 1.0
     latency: float = 1.0
     compute: float = 1.0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def plan_costs(table: ClusterTable, plan: PipelinePlan, piece_nbytes: int | None
     out, back = chunks.outward, chunks.inward
     by_cut = (
         *(chunks.nbytes, out.encode, out.decode, back.encode, back.decode),
-        speed.latency * chunks.latency,
+        speed.latency * chunks.latency + speed.late_s,
         *(speed.rates * table.path_rate[ends] for ends in (chunks.ends, chunks.ends[::-1])),
         chunks.relayed,
     )
