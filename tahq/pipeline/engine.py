@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.packing import begins_of, positions_of
 from tahq.data.sample_order import SampleOrder
-from tahq.memory.agoq.stored_gradients import scale_gradients
+from tahq.memory.agoq.stored_gradients import HoldsGradient, scale_gradients
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.adapters.lora import without_adapters
 from tahq.models.deferred_gradients import DeferredGradients
@@ -224,6 +225,8 @@ class StageEngine:
 
     def __post_init__(self) -> None:
         self._step = _Step(0)
+        self._ahead: tuple[int, StepBatch] | None = None
+        """A step whose samples have been read, and these."""
         self.gradient_scale = self.shape.gradient_scale
         """The factor that gradients carry; it changes between steps only."""
         self.follow(self.actions, self.first_micro_batch)
@@ -258,10 +261,11 @@ class StageEngine:
             if chunk.module.graphs is not None:
                 chunk.module.graphs.begin()
         with self.stopwatch.measure("data"):
-            batch = self.batches.train(number) if self.batches is not None else None
+            self.read_ahead(number)
+            batch, self._ahead = self._ahead and self._ahead[1], None
             sample_ids = self.order.micro_batches(number) if self.order is not None else None
         step = self._step = _Step(number, batch, sample_ids)
-        self._scale_gradients(self.gradient_scale)  # those of earlier steps that were not applied
+        scale_gradients(self._holders, self.gradient_scale)  # those of earlier steps that were not applied
         if self.sums is not None:
             self.sums.post(number, self.num_micro_batches)
         if self.loans is not None:
@@ -288,7 +292,7 @@ class StageEngine:
         finite = self.lanes.finish()
         if self.sums is not None and not self.sums.finish(number, is_void=step.is_abandoned):
             step.is_abandoned = True
-        self._scale_gradients(1 / self.gradient_scale)
+        scale_gradients(self._holders, 1 / self.gradient_scale)
         if step.is_abandoned:
             return StepResult(is_abandoned=True)
         if self.tied is not None:
@@ -304,10 +308,18 @@ class StageEngine:
             result.router_loss = math.fsum(parts) / self.shape.num_micro_batches
         return result
 
-    def _scale_gradients(self, factor: float) -> None:
+    def read_ahead(self, number: int) -> None:
+        """Read a step's samples, unless they are read; while the coordinator decides about the step before."""
+        if self.batches is not None and (self._ahead is None or self._ahead[0] != number):
+            self._ahead = number, self.batches.train(number)
+
+    @cached_property
+    def _holders(self) -> list[HoldsGradient]:
+        """Everything that a backward accumulates gradients in."""
+        found: list[HoldsGradient] = []
         for chunk in self.chunks.values():
-            # everything that a backward accumulates gradients in
-            scale_gradients([*chunk.module.parameters(), *low_rank_weights(chunk.module).values()], factor)
+            found += [*chunk.module.parameters(), *low_rank_weights(chunk.module).values()]
+        return found
 
     def _forward(self, step: _Step, action: Action) -> None:
         chunk, key = self.chunks[action.chunk], (action.chunk, action.micro_batch)

@@ -258,6 +258,8 @@ class WorkerTraining:
             reached(fault_points.BEFORE_PREPARE, stage=control.stage, step=step)
             control.send(self._prepare(step, result))
             reached(fault_points.PREPARED, stage=control.stage, step=step)
+            if step + 1 < stage.plan.total_steps:
+                stage.engine.read_ahead(step + 1)
             control.working("waiting for the commit")
             commit = self._await_commit(step)
             control.num_decided = step + 1
