@@ -165,7 +165,7 @@ def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
     profiles = depth_profiles(StageCosts.of(table, best.plan), best.plan.layers, best.plan.schedule)
     plans = (replace(best.plan, depths=depths) for depths in profiles)
     near = [best.plan, *(plan for plan in plans if simulations.time_s(plan) <= limit_s)]
-    found = predict(table, sturdiest(simulations, near, limit_s))
+    found = predict(table, sturdiest(table, near))
     return found if found.step_s <= best.step_s * (1 + _ABOUT_AS_FAST) else best
 
 

@@ -18,7 +18,7 @@ from tahq.pipeline.schedule.generators import generate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers, RelayNumbers
 from tahq.plan.explanation import bottleneck
 from tahq.plan.planner import plan
-from tahq.plan.prediction import Prediction, predict, step_time_s
+from tahq.plan.prediction import Prediction, Speed, predict, step_time_s
 from tahq.plan.problem import HeldBytes, MemoryOption, ModelNumbers, PipelinePlan, PlanProblem
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import Simulations
@@ -414,3 +414,12 @@ def test_codec_that_was_not_measured_is_as_slow_as_one_that_was():
     coded, free = (ClusterTable(ask(hosts, 2, 1)) for hosts in ([numbers, host("b")], pair()))
     alone = PipelinePlan((0, 1), (1, 1), 1, 1, "1f1b", (), ("wf",), ("wf",))
     assert step_time_s(coded, alone) - step_time_s(free, alone) >= 0.99e-9 * elements
+
+
+def test_depths_leave_slack_for_late_frames():
+    table, best = (planned := plan(narrow_problem(("wf:bits=4",)))).table, planned.best
+    late = Speed(late_s=best.step_s / best.plan.num_micro_batches / 2)
+    first, *others = best.plan.depths
+    fewer, more = (replace(best.plan, depths=(depth, *others)) for depth in (first - 1, 4 * first))
+    assert step_time_s(table, best.plan, late) < 1.01 * step_time_s(table, more, late)
+    assert step_time_s(table, fewer) < 1.001 * best.step_s  # nothing but slack

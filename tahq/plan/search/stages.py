@@ -337,7 +337,7 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
         limits = np.where(limits >= stages.num_micro_batches, limits + len(blocks), limits)
         last += len(blocks) - 1
     most = (stages.num_micro_batches - 1) / max(1, len(blocks) - 1)
-    steep = [1 + np.ceil(slope * later) for slope in (1, 2, (1 + most) / 2, most)]
+    steep = [1 + np.ceil(slope * later) for slope in (1, 2, 3, 4, (1 + most) / 2, most)]
     flat = [np.where(later > 0, np.inf, each) for each in (*np.ceil(last), np.inf)]
     return _capped([*steep, *_covering(stages, blocks), *flat, *stages.depths_by_option(blocks)], limits)
 
