@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,6 +11,12 @@ import torch
 ALIGNMENT = 16
 """Bytes; Triton compiles for pointers that are multiples of it, and for others."""
 _compiled: dict[tuple[object, ...], Callable[..., None]] = {}
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed, which exists for Linux only."""
+    return find_spec("triton") is not None
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:

@@ -16,13 +16,13 @@ Shapes: B samples, H query heads, K key and value heads, S positions, D channels
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
+from tahq.kernel_launch import has_triton
 from tahq.models.deferred_gradients import product_dtype
 
 _OF_FLASH = ("out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
@@ -109,7 +109,7 @@ def _fastest_forward(device: torch.device) -> SDPBackend:
 @cache
 def _kernels_of(head_dim: int) -> Any:
     """`attention_kernels` where there is triton and they take so many channels, else None."""
-    kernels: Any = import_module("tahq.models.attention_kernels") if find_spec("triton") else None
+    kernels: Any = import_module("tahq.models.attention_kernels") if has_triton() else None
     return kernels if kernels is not None and head_dim in kernels.HEAD_DIMS else None
 
 

@@ -13,9 +13,7 @@ Shapes: B samples, S positions, T = B·S tokens, C hidden channels, V vocabulary
 
 import os
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tahq.kernel_launch import has_triton
 from tahq.models.deferred_gradients import accumulate_product, cast_weight, linear, product_dtype, shared_copies
 
 IGNORED_LABEL = -100
@@ -128,15 +127,10 @@ def cross_entropy_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
     return losses.view(labels.shape).sum(1)
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _kernels(logits: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, for logits on CUDA or in Triton's interpreter; None: plain torch."""
     is_usable = logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return import_module("tahq.models.loss_kernels") if is_usable and _has_triton() else None
+    return import_module("tahq.models.loss_kernels") if is_usable and has_triton() else None
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

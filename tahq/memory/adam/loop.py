@@ -5,13 +5,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from tahq.kernel_launch import has_triton
 from tahq.quant.stochastic_rounding import key_halves
 from tahq.randomness import derive_seed
 
@@ -79,7 +79,7 @@ def new_states(specs: StateSpecs, device: torch.device) -> State:
 @cache
 def has_ptx(device_type: str) -> bool:
     """Whether kernels with inline PTX run on a kind of device: NVIDIA's, not AMD's, with triton installed."""
-    return device_type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    return device_type == "cuda" and torch.version.hip is None and has_triton()
 
 
 class AdamwLoop(Optimizer):

@@ -11,11 +11,11 @@ memory (`offload/host_part.py`) is treated alike, but for the codes. For others 
 
 import importlib
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from tahq.kernel_launch import has_triton
 from tahq.memory.offload.host_memory import lent
 from tahq.memory.offload.host_part import host_gradient, host_part
 from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks, stored_nbytes
@@ -67,7 +67,7 @@ def fold_gradient(holder: Any) -> None:
         on_host.add(gradient)
         return
     past: tuple[torch.Size, BlockCodes] | None = holder.gradient_codes
-    if gradient.is_cuda and find_spec("triton") is not None:
+    if gradient.is_cuda and has_triton():
         kernels = importlib.import_module("tahq.memory.agoq.stored_triton")
         coded = kernels.accumulated(gradient, None if past is None else past[1])
     else:

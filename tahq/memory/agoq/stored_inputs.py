@@ -26,13 +26,13 @@ Letters: B samples, S positions, T = B·S tokens, C channels.
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tahq.kernel_launch import has_triton
 from tahq.memory.config import AgoqConfig
 from tahq.memory.small_floats.block_codes import BLOCK, BlockCodes, dequantize_blocks, quantize_blocks
 from tahq.models.deferred_gradients import product_dtype
@@ -171,7 +171,7 @@ def _triton_for(device: torch.device) -> Any:
 
 def has_kernels(device_type: str) -> bool:
     """Whether norms and activations are one kernel each: on CUDA with triton."""
-    return device_type == "cuda" and find_spec("triton") is not None
+    return device_type == "cuda" and has_triton()
 
 
 def stored(

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from tahq.kernel_launch import has_triton
 from tahq.memory.small_floats.block_codes import has_fp8_units
 from tahq.models.deferred_gradients import DeferredGradients, accumulate, gradient_dtype
 
@@ -101,8 +101,8 @@ def kernels_for(device: torch.device) -> ModuleType:
 
 @cache
 def _kernels_for(device_type: str) -> ModuleType:
-    has_triton = device_type == "cuda" and find_spec("triton") is not None
-    return import_module(f"tahq.memory.coat.fp8_flow_{'triton' if has_triton else 'reference'}")
+    kind = "triton" if device_type == "cuda" and has_triton() else "reference"
+    return import_module(f"tahq.memory.coat.fp8_flow_{kind}")
 
 
 def fits_fp8_units(device: torch.device, *sizes: int) -> bool:

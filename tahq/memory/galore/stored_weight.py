@@ -31,14 +31,13 @@ Shapes: G groups of 256 values.
 
 import math
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch.nn import functional
 
+from tahq.kernel_launch import has_triton
 from tahq.quant.stochastic_rounding import hashes, round_to_bf16, shift_right
 
 GROUP = 256
@@ -91,12 +90,7 @@ def affine_nbytes(shape: tuple[int, ...], bits: int) -> int:
 
 def affine_kernels(codes: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, for codes on CUDA where triton is installed; None: plain torch."""
-    return import_module("tahq.memory.galore.affine_kernels") if codes.is_cuda and _has_triton() else None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return import_module("tahq.memory.galore.affine_kernels") if codes.is_cuda and has_triton() else None
 
 
 class Int8Weight:

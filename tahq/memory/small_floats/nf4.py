@@ -15,15 +15,15 @@ Source: QLoRA (Dettmers et al. 2023), §3 (double quantisation) and App. E (valu
 blocks, G = ⌈K/256⌉ groups.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from tahq.kernel_launch import has_triton
 from tahq.memory.adam import blockwise8
 from tahq.models.weights import sum_of_bits
 
@@ -146,9 +146,4 @@ def _pairs(device: torch.device) -> torch.Tensor:
 
 def _kernels(codes: torch.Tensor) -> ModuleType | None:
     """The Triton kernel, for codes on CUDA where triton is installed; None: plain torch."""
-    return import_module("tahq.memory.small_floats.nf4_kernels") if codes.is_cuda and _has_triton() else None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return import_module("tahq.memory.small_floats.nf4_kernels") if codes.is_cuda and has_triton() else None
