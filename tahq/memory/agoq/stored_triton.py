@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from triton import next_power_of_2
 
 from tahq.kernel_launch import launch
 from tahq.memory.agoq import stored_kernels as kernels
@@ -113,7 +114,7 @@ class StoredNorm:
         if narrows:
             narrowed = torch.empty(self._like.shape, dtype=self._dtype, device=device)
             of_input.narrowed = narrowed, of_input._version  # type: ignore[attr-defined]
-        num_programs = min(self._tokens, max(256, _BACKWARD_ELEMENTS // _power_of_two(channels)))
+        num_programs = min(self._tokens, max(256, _BACKWARD_ELEMENTS // next_power_of_2(channels)))
         parts = torch.empty(len(self.parameters), num_programs, channels, device=device)
         self._launch(
             kernels.norm_backward_kernel, num_programs,
@@ -135,7 +136,7 @@ class StoredNorm:
         self, kernel: Any, programs: int, *arguments: Any, per_warp: int = _FORWARD_PER_WARP, **options: Any
     ) -> None:
         channels = self._like.shape[-1]
-        block = _power_of_two(-(-channels // BLOCK))
+        block = next_power_of_2(-(-channels // BLOCK))
         launch(
             kernel, programs, *arguments, channels, self._epsilon,
             CENTRED=self._is_centred, HAS_BIAS=self._bias is not None, BITS=self._bits or 0,
@@ -241,7 +242,3 @@ def _new_maxima(x: torch.Tensor, programs: int, is_wanted: bool) -> torch.Tensor
 def _pair(kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales as kernels take them; the input itself stands for both."""
     return (kept[0], kept[0]) if len(kept) == 1 else _bits(BlockCodes(*kept))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from triton import next_power_of_2
 
 from tahq.kernel_launch import launch
 from tahq.memory.coat import fp8_flow_kernels as kernels
@@ -73,7 +74,7 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
     launch(
         kernels.norm_forward_kernel, tokens,
         x, x if added is None else added, weight, total, *_bits(coded), rstd, maxima, channels, groups, epsilon,
-        ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == _power_of_two(groups) * GROUP,
+        ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == next_power_of_2(groups) * GROUP,
         **_row(groups, NORM_ELEMENTS_PER_WARP), **_EXACT,
     )  # fmt: skip
     return NormForward(total, coded, rstd, maxima)
@@ -164,7 +165,7 @@ def rotated(
     batch, positions, heads, channels = values.shape
     angles = cosine.shape[:-1].numel()  # of one sample's positions, or of each sample's
     result, half = torch.empty_like(values, dtype=dtype), channels // 2
-    blocks = {"H": _power_of_two(heads), "D": _power_of_two(half)}
+    blocks = {"H": next_power_of_2(heads), "D": next_power_of_2(half)}
     launch(
         kernels.rotary_kernel, batch * positions,
         values, cosine.contiguous(), sine.contiguous(), result, angles, heads, half,
@@ -227,9 +228,5 @@ def _maxima(like: torch.Tensor, count: int) -> torch.Tensor:
 
 def _row(groups: int, per_warp: int = 512) -> dict[str, int]:
     """A row's block and its warps, by default with 16 elements per thread."""
-    block = _power_of_two(groups)
+    block = next_power_of_2(groups)
     return {"G": block, "num_warps": min(16, max(1, block * GROUP // per_warp))}
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
