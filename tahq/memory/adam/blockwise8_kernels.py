@@ -34,6 +34,7 @@ from tahq.memory.adam.blockwise8 import BLOCK, borders, dynamic_map
 from tahq.memory.adam.kernels import NUMBERS, advance, load_once, rounded, store
 from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, ROUNDING, ROUNDING_BITS, magnitude_bits
+from tahq.quant.gpu.words import approximate_inverse
 
 _ELEMENTS = 1024
 """Per program, of several warps: a single warp would look up tables by shuffles, at three times the instructions."""
@@ -83,10 +84,10 @@ def codes_ptx(signed: bool) -> str:
     Operands: $0 the codes; $1 bytes of places; $2–$5 fp32, negative for elements above the border at their place; with
     signs, $6–$9 the elements, fp32.
     """
-    lines = [".reg .b32 a, b, p;", *_signs("a", 2), "and.b32 a, a, 0x01010101;"]
+    lines = [".reg .b32 a, b, p;", *_signs(2), "and.b32 a, a, 0x01010101;"]
     if not signed:
         return _block([*lines, "add.u32 $0, $1, a;"])
-    lines += ["add.u32 p, $1, a;", *_signs("a", 6)]
+    lines += ["add.u32 p, $1, a;", *_signs(6)]
     # p above 127, and negative: less 1
     lines += ["and.b32 b, p, a;", "and.b32 b, b, 0x80808080;", "shr.u32 b, b, 7;", "sub.u32 p, p, b;"]
     # 127 − p is p with seven bits inverted
@@ -100,12 +101,12 @@ def twice(number: float) -> str:
     return f"0x{bits:04x}{bits:04x}"
 
 
-def _signs(name: str, first: int) -> list[str]:
-    """Four bytes, each 255 where the operand, from `first` on, is negative, and 0 elsewhere."""
+def _signs(first: int) -> list[str]:
+    """Put into `a` four bytes, each 255 where the operand, from `first` on, is negative, and 0 elsewhere."""
     return [
-        f"prmt.b32 {name}, ${first}, ${first + 1}, 0xfb;",
+        f"prmt.b32 a, ${first}, ${first + 1}, 0xfb;",
         f"prmt.b32 b, ${first + 2}, ${first + 3}, 0xfb;",
-        f"prmt.b32 {name}, {name}, b, 0x5410;",
+        "prmt.b32 a, a, b, 0x5410;",
     ]
 
 
@@ -190,13 +191,7 @@ def _factors(largest):
     it is above 1, and the inverse is below 1.
     """
     fraction = ((largest & 0x007FFFFF) | 0x3F800004).to(tl.float32, bitcast=True)
-    if IS_INTERPRETED:
-        inverse = 1.0 / fraction
-    else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [fraction], dtype=tl.float32, is_pure=True, pack=1
-        )
-    bits = inverse.to(tl.int32, bitcast=True) + 0x40800000 - (largest & 0x7F800000)
+    bits = approximate_inverse(fraction).to(tl.int32, bitcast=True) + 0x40800000 - (largest & 0x7F800000)
     is_plain = (largest >= _SMALLEST_NORMAL) & (largest < INFINITY)
     scale = tl.where(is_plain, largest, _NOT_A_NUMBER).to(tl.float32, bitcast=True)
     return scale, tl.where(is_plain, bits, 0).to(tl.float32, bitcast=True)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import IS_INTERPRETED, rounded_to_bf16
+from tahq.quant.gpu.words import approximate_inverse
 
 _ELEMENTS = 1024
 _ELEMENTS_PER_WARP = 128  # Four per thread: 16 bytes of fp32
@@ -52,7 +53,7 @@ def moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
 
     Correctly rounded they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
     """
-    ratio = m * _inverse(_fma(_root(v), root_factor, epsilon))
+    ratio = m * approximate_inverse(_fma(_root(v), root_factor, epsilon))
     return _fma(ratio, -rate, weight * decay)
 
 
@@ -71,16 +72,6 @@ def _root(values):
         return tl.sqrt_rn(values)
     return tl.inline_asm_elementwise(
         "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _inverse(values):
-    """1/x to 1 ulp, of normal numbers; correctly rounded in the interpreter."""
-    if IS_INTERPRETED:
-        return 1.0 / values
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
     )
 
 

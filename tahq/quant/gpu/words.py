@@ -91,7 +91,7 @@ def choose_bytes(a, b, CHOICE: tl.constexpr):
 
 @triton.jit
 def approximate_inverse(numbers):
-    """1/x to 1 ulp, in one instruction, for normal numbers."""
+    """1/x to 1 ulp, in one instruction, for normal numbers; correctly rounded in the interpreter."""
     if IS_INTERPRETED:
         return 1.0 / numbers
     return tl.inline_asm_elementwise(
