@@ -28,6 +28,8 @@ from functools import lru_cache
 
 import torch
 
+from tahq.memory.small_floats.block_codes import in_blocks
+
 CPU = torch.device("cpu")
 BLOCK = 256  # Elements that share a scale
 SMALLEST_SCALE = 2.0**-126  # Blocks whose largest magnitude is below this, the smallest normal number, are zeros
@@ -43,7 +45,7 @@ def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Ten
     """
     flat = x.detach().reshape(-1).float()
     flat = flat if signed else flat.clamp(min=0)  # which lets NaN through
-    rows = _rows(flat, block)
+    rows = in_blocks(flat, block)
     largest = rows.abs().amax(dim=1)
     scales = torch.where(largest < SMALLEST_SCALE, 0.0, torch.where(largest.isinf(), torch.nan, largest))
     codes = _codes(torch.where((scales > 0)[:, None], rows, 0.0), scales, signed)
@@ -53,7 +55,7 @@ def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Ten
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool, block: int = BLOCK) -> torch.Tensor:
     """The values of codes, map(code) · s: fp32 in the shape of `codes`, uint8; scales fp32 [⌈N/block⌉]."""
     flat = dynamic_map(signed, codes.device).index_select(0, codes.reshape(-1).int())
-    values = _rows(flat, block) * scales[:, None]
+    values = in_blocks(flat, block) * scales[:, None]
     return values.reshape(-1)[: flat.numel()].reshape(codes.shape)
 
 
@@ -116,9 +118,3 @@ def _estimated_place(quotients: torch.Tensor, signed: bool) -> torch.Tensor:
         line = quotients * (10.0 ** (6 - decade) * cells / 0.9)
         torch.minimum(lowest, line.add_(first - cells / 9), out=lowest)
     return lowest
-
-
-def _rows(flat: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, block] of [N], padded with zeros."""
-    missing = -flat.numel() % block
-    return torch.nn.functional.pad(flat, (0, missing)).reshape(-1, block)

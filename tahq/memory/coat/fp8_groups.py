@@ -36,9 +36,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from tahq.memory.coat.fp8_codes import FP8_FORMATS, LARGEST
+from tahq.memory.small_floats.block_codes import in_blocks
 
 NAN = 0x7F  # The code of every value that is not finite; torch reads it as NaN too
 STEPS_PER_OCTAVE = 28
@@ -135,8 +135,7 @@ def num_groups(numel: int) -> int:
 
 def as_groups(flat: torch.Tensor) -> torch.Tensor:
     """[P, 128] from [N]; a view unless padding is needed."""
-    padding = -flat.numel() % GROUP
-    return (functional.pad(flat, (0, padding)) if padding else flat).view(-1, GROUP)
+    return in_blocks(flat, GROUP)
 
 
 def encode(groups: torch.Tensor, by: MomentFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -38,6 +38,7 @@ import torch
 from torch.nn import functional
 
 from tahq.kernel_launch import has_triton
+from tahq.memory.small_floats.block_codes import in_blocks
 from tahq.quant.stochastic_rounding import hashes, round_to_bf16, shift_right
 
 GROUP = 256
@@ -53,12 +54,6 @@ _SLAB = 2**20  # Elements that plain torch updates at a time, with temporaries o
 def num_groups(numel: int) -> int:
     """Groups of this many values, the last one possibly partial."""
     return -(-numel // GROUP)
-
-
-def as_groups(flat: torch.Tensor) -> torch.Tensor:
-    """[N] as [G, 256], padded with zeros; a view where N is a multiple of 256."""
-    missing = -flat.numel() % GROUP
-    return (functional.pad(flat, (0, missing)) if missing else flat).view(-1, GROUP)
 
 
 def scales(groups: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +108,7 @@ class Int8Weight:
         if kernels is not None:
             out: torch.Tensor = kernels.decoded8(self, dtype)
             return out
-        flat = decode(as_groups(self.codes.view(-1)), self.zero, self.scale, dtype).view(-1)
+        flat = decode(in_blocks(self.codes.view(-1), GROUP), self.zero, self.scale, dtype).view(-1)
         return flat[: self.codes.numel()].view(self.shape)
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -136,7 +131,7 @@ class Int8Weight:
         flat = values.reshape(-1)
         for first in range(0, flat.numel(), _SLAB):
             values = flat[first : first + _SLAB].to(self.codes.device, torch.float32)
-            groups = as_groups(values)
+            groups = in_blocks(values, GROUP)
             self._store(first, values.numel(), groups, _new_grid(groups), None)
 
     @torch.no_grad()
@@ -155,9 +150,9 @@ class Int8Weight:
             part = flat[first : first + _SLAB]
             place = slice(first // GROUP, first // GROUP + num_groups(part.numel()))
             zero, scale = self.zero[place], self.scale[place]
-            weight = decode(as_groups(self.codes.view(-1)[first : first + _SLAB]), zero, scale, torch.float32)
+            weight = decode(in_blocks(self.codes.view(-1)[first : first + _SLAB], GROUP), zero, scale, torch.float32)
             # two roundings, not fused, for the same bits on every device
-            weight = weight.mul_(keep).add_(as_groups(part).to(torch.float32).mul(rate))
+            weight = weight.mul_(keep).add_(in_blocks(part, GROUP).to(torch.float32).mul(rate))
             grid = _kept_grid(weight, scale.to(torch.float32), zero.to(torch.float32) + OFFSET)
             self._store(first, part.numel(), weight, grid, key)
 

@@ -32,7 +32,8 @@ from typing import Literal
 
 import torch
 
-from tahq.memory.galore.stored_weight import FullWeight, affine_kernels, as_groups, decode, num_groups, scales
+from tahq.memory.galore.stored_weight import GROUP, FullWeight, affine_kernels, decode, num_groups, scales
+from tahq.memory.small_floats.block_codes import in_blocks
 
 ProjectionType = Literal["int4", "bf16", "fp32"]
 FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -124,7 +125,7 @@ class Int4Projection:
         Both ends of the range round to the same side only if both lie halfway: the code 16 that this can give is at
         most half a step off once it is clamped to 15.
         """
-        groups = as_groups(basis.reshape(-1).float())
+        groups = in_blocks(basis.reshape(-1).float(), GROUP)
         scale, zero = scales(groups, _STEPS)
         zero = zero.round_()
         codes = (groups / scale[:, None]).round_().add_(zero[:, None]).clamp_(0, _STEPS)
@@ -139,7 +140,7 @@ class Int4Projection:
             out: torch.Tensor = kernels.decoded4(self, dtype)
             return out
         numel = self.shape[0] * self.shape[1]
-        codes = as_groups(unpack(self.packed, numel))
+        codes = in_blocks(unpack(self.packed, numel), GROUP)
         return decode(codes, self.zero, self.scale, dtype).view(-1)[:numel].view(self.shape)
 
 

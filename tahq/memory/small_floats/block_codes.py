@@ -88,11 +88,15 @@ def stored_nbytes(numel: int, bits: int, scale_nbytes: int = 2) -> int:
     return math.ceil(numel / BLOCK) * (FORMATS[bits].block_nbytes + scale_nbytes)
 
 
+def in_blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
+    """[N] as [⌈N/size⌉, size], the last block padded with zeros; a view unless padding is needed."""
+    padding = -flat.numel() % size
+    return (functional.pad(flat, (0, padding)) if padding else flat).view(-1, size)
+
+
 def quantize_blocks(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.bfloat16) -> BlockCodes:
     """Codes and scales of a tensor of any shape."""
-    by, flat = FORMATS[bits], x.detach().reshape(-1)
-    padding = -flat.numel() % BLOCK
-    blocks = (functional.pad(flat, (0, padding)) if padding else flat).float().view(-1, BLOCK)
+    by, blocks = FORMATS[bits], in_blocks(x.detach().reshape(-1), BLOCK).float()
     scales = (
         (torch.maximum(blocks.amax(1), -blocks.amin(1)) * (1 / by.largest)).clamp(min=SMALLEST_SCALE).to(scale_dtype)
     )

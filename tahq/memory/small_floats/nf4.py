@@ -21,10 +21,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from tahq.kernel_launch import has_triton
 from tahq.memory.adam import blockwise8
+from tahq.memory.small_floats.block_codes import in_blocks
 from tahq.models.weights import sum_of_bits
 
 BLOCK = 64
@@ -110,8 +110,7 @@ def packed_weight(parameter: Any) -> Nf4Weight | None:
 
 def _encode(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [K, 32] and scales fp32 [K] of [N]; a block of zeros has the scale 0."""
-    padding = -flat.numel() % BLOCK
-    blocks = (functional.pad(flat, (0, padding)) if padding else flat).float().view(-1, BLOCK)
+    blocks = in_blocks(flat, BLOCK).float()
     scales = torch.maximum(blocks.amax(1), -blocks.amin(1))
     usual = torch.where(scales < blockwise8.SMALLEST_SCALE, 1.0, scales)
     codes = torch.bucketize(blocks * (1 / usual)[:, None], _borders(flat.device)).to(torch.uint8)
