@@ -70,7 +70,6 @@ _SMALLEST_NORMAL_BITS, _LARGEST_SCALE_BITS = (
     tl.constexpr(int(torch.tensor(number).view(torch.int32))) for number in (SMALLEST_NORMAL, LARGEST_SCALE)
 )
 """As bits, which are in the order of magnitudes."""
-_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 # Codes of four lower and four upper bounds as words, and the difference of the words, as the first of four results.
 _BOTH = """{
     .reg .b16 a, b, c, d;
