@@ -6,6 +6,9 @@ not finite. A message names the value, what was expected, where, and the next th
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _LONG_WORD = re.compile(r"\S{300,}")
 _MAX_MESSAGE = 4000
@@ -32,6 +35,15 @@ class UserError(TahqError):
     """Something the user gave is wrong; reported as one line, without a traceback."""
 
     exit_status = 2
+
+
+@contextmanager
+def file_errors(action: str, path: Path, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn an OSError inside into this kind of error, which says what cannot be done with the file, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {action} {path}: {error.strerror}") from error
 
 
 class ConfigError(UserError):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from tahq import __version__
-from tahq.errors import TahqError, UserError, brief, message_of
+from tahq.errors import TahqError, UserError, brief, file_errors, message_of
 from tahq.observe import figures
 
 if TYPE_CHECKING:
@@ -224,10 +224,8 @@ def check_writable(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a result; UserError if that fails."""
-    try:
+    with file_errors("write", path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def rendered(table: "Table") -> str:

@@ -22,7 +22,7 @@ from typing import Final
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names
 from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.config.cluster import ClusterConfig
-from tahq.errors import NetworkError
+from tahq.errors import NetworkError, file_errors
 from tahq_launch.command_line import announce
 from tahq_launch.start.prepared_run import PreparedRun
 from tahq_launch.start.run_keys import WorkerSecret
@@ -115,7 +115,5 @@ def _keep(prepared: PreparedRun, measured: Calibration, took_s: float) -> None:
     record = {"measured_at": measured_at, "took_s": took_s, "start": options.epoch, "start_step": options.start_step}
     text = json.dumps(record | measured.as_dict(), indent=1, allow_nan=False)
     log.info("network: %s", text)
-    try:
+    with file_errors("write", path, NetworkError):
         path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise NetworkError(f"cannot write {path}: {error.strerror}") from error

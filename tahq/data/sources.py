@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tahq.errors import DataError
+from tahq.errors import DataError, file_errors
 
 _log = logging.getLogger(__name__)
 
@@ -128,10 +128,8 @@ def hash_documents(documents: Iterable[str]) -> str:
 
 def read_bytes(path: Path) -> bytes:
     """The content of a file; DataError if it cannot be read."""
-    try:
+    with file_errors("read", path, DataError):
         return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read_text(file: FoundFile) -> str | None:

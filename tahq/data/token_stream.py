@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tahq.data.sources import FoundFile
 from tahq.data.tokenizer import TokenArray
-from tahq.errors import DataError
+from tahq.errors import DataError, file_errors
 
 _log = logging.getLogger(__name__)
 _HASH_BLOCK_NBYTES = 2**16
@@ -105,7 +105,7 @@ def _sampled_blocks(piece: TokenArray) -> list[tuple[int, TokenArray]]:
 
 
 def _map_file(path: Path, item: np.dtype[Any]) -> TokenArray:
-    try:
+    with file_errors("read", path, DataError):
         nbytes = path.stat().st_size
         if nbytes == 0 or nbytes % item.itemsize:
             raise DataError(
@@ -113,8 +113,6 @@ def _map_file(path: Path, item: np.dtype[Any]) -> TokenArray:
                 f"{item.itemsize}, the size of a {item.name} token; see data.tokens_dtype"
             )
         return np.memmap(path, dtype=item, mode="r")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def cache_folder() -> Path:

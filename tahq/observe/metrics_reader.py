@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, TypeVar, get_args
 
 from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StepRecord, Traffic
-from tahq.errors import UserError
+from tahq.errors import UserError, file_errors
 
 LINK_COUNTS = ("frames", "payload_bytes", "wire_bytes", "elements")
 LINK_SECONDS = ("busy_s", "sending_s", "wire_s", "idle_s")
@@ -31,10 +31,8 @@ def read_lines(metrics: Path, value_of: Callable[[Any], Value], what: str) -> li
     Raises:
         UserError: the file cannot be read, or one of its lines; with its number, from 1.
     """
-    try:
+    with file_errors("read", metrics):
         lines = metrics.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise UserError(f"cannot read {metrics}: {error.strerror}") from error
     values = []
     for number, line in enumerate(lines, start=1):
         try:

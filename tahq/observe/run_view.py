@@ -29,7 +29,7 @@ from tahq.coordinator.observer import (
     StepRecord,
     ValidationRecord,
 )
-from tahq.errors import UserError, brief
+from tahq.errors import brief, file_errors
 from tahq.observe import figures
 from tahq.observe.bottleneck import Advise
 from tahq.observe.events import EventsFile
@@ -79,10 +79,8 @@ def watch_run(
     """
     out, err = out or sys.stdout, err or sys.stderr
     history = RunHistory(advise)
-    try:
+    with file_errors("write", metrics):
         files = [MetricsFile(metrics, start_step), EventsFile(metrics.with_name("events.jsonl"))]
-    except OSError as error:
-        raise UserError(f"cannot write {metrics}: {error.strerror}") from error
     summary = partial(summary_text, history, resume_command=resume_command, export_command=export_command)
     pictures = [TraceFiles(traces, start)] if traces is not None else []
     return Observers([history, *files, *pictures, screen(out, history), LastWords(out, err, program, summary)])

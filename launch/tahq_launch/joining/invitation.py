@@ -16,7 +16,7 @@ from tahq.comm.control.members import Members
 from tahq.comm.keys import KeyPair, default_key_path, key_pair_of, new_key_pair, parse_public_key
 from tahq.comm.zmq.addresses import LOOPBACK, format_address, local_address_towards, parse_address
 from tahq.config.cluster import ClusterConfig
-from tahq.errors import UserError
+from tahq.errors import UserError, file_errors
 from tahq_launch.start.run_keys import make_run_keys
 
 PREFIX: Final = "tahq-"
@@ -129,11 +129,9 @@ def last_joined() -> tuple[str, str]:
 def note_joined(address: str, coordinator: str) -> None:
     """Note the coordinator's host:port and public key; UserError if that cannot be written."""
     path = _joined_path()
-    try:
+    with file_errors("write", path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.write_text(f"{address} {coordinator}\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _joined_path() -> Path:

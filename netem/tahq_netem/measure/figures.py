@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, GOODPUT_SHARE
-from tahq.errors import NetworkError, UserError
+from tahq.errors import NetworkError, file_errors
 from tahq.units import format_rate
 from tahq_netem.measure.meter import DATAGRAM_BYTES
 from tahq_netem.network.description import NetworkPlan, PathShape
@@ -105,10 +105,8 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the figures as JSON."""
-        try:
+        with file_errors("write", path):
             path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def goodput(plan: NetworkPlan, source: str, destination: str) -> float | None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tahq.errors import UserError
+from tahq.errors import UserError, file_errors
 from tahq.units import write_duration
 from tahq_netem.measure.machine import one_line
 from tahq_netem.sweep.results import (
@@ -43,11 +43,9 @@ def plot_results(results: Sequence[Path], out: Path) -> list[Path]:
     """Write the table of result files to `out`, such as table.md, and the plots beside it; return the written files."""
     # If two files have a point, the later file's row counts.
     rows = list({id: row for path in results for id, row in read_results(path).items()}.values())
-    try:
+    with file_errors("write", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(sweep_report(rows), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
     return [out, *draw_plots(rows, out.with_suffix(""))]
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from tahq.errors import ConfigError, UserError
+from tahq.errors import ConfigError, file_errors
 from tahq.units import write_duration
 from tahq_netem.sweep.points import NetworkChoice
 
@@ -25,11 +25,9 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         with ExitStack() as opened:
-            try:
+            with file_errors("write", path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = opened.enter_context(path.open("ab"))
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror}") from error
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
