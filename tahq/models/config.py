@@ -131,14 +131,6 @@ class ModelConfig(Section):
         return self
 
 
-def first_trainable_layer(config: ModelConfig) -> int:
-    """The block that the backward ends in, counted from 0; as many as there are blocks: it ends in the last norm.
-
-    Blocks below it, and the embedding where there are such blocks, have a forward pass only.
-    """
-    return config.frozen_layers
-
-
 def check_frozen_layers(config: ModelConfig, num_layers: int) -> None:
     """Raise ValueError if more blocks are to be frozen than the model has."""
     if config.frozen_layers > num_layers:

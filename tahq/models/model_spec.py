@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tahq.errors import ModelError, brief
 from tahq.hub import local_folder
 from tahq.models.adapters.config import AdapterConfig, is_adapter
-from tahq.models.config import ModelConfig, check_frozen_layers, first_trainable_layer
+from tahq.models.config import ModelConfig, check_frozen_layers
 from tahq.models.families import FAMILIES, ExpertLayout, FamilyLayout, HfConfig, head_dim, num_kv_heads
 from tahq.models.weights import FolderWeights, one_line, read_json
 
@@ -33,8 +33,9 @@ class ModelSpec:
     `tied`: the source model ties its head to its embedding, so tahq's two parameters start equal.
     `tie`: whether training keeps them equal (`sync`) or not (`untied`).
     `folder`: of the configuration; None: it was made from sizes, and weights are random. `path`: of the weights, that
-    folder's or a name on the Hub. `first_trainable`: see `first_trainable_layer`. `adapter`: what is trained beside the
-    model's own parameters, which are then frozen; None: these.
+    folder's or a name on the Hub. `first_trainable`: the block that the backward ends in, counted from 0; as many as
+    there are blocks: it ends in the last norm. Blocks below it, and the embedding where there are such blocks, have a
+    forward pass only. `adapter`: what is trained beside the model's own parameters, which are then frozen; None: these.
     """
 
     family: str
@@ -103,7 +104,7 @@ def load_spec(
         folder=folder,
         hf_config=hf_config,
         path=config.path or "",
-        first_trainable=first_trainable_layer(config) if adapter is None else min(adapter.layers or [0]),
+        first_trainable=config.frozen_layers if adapter is None else min(adapter.layers or [0]),
         adapter=adapter,
     )
     _check_fits(spec, config, vocab_size, seq_len)
