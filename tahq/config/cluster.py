@@ -147,7 +147,7 @@ class ClusterConfig(Section):
         self._check_replicas()
         self._check_inside()
         self._check_layers()
-        self._check_schedule()
+        self._check_share(self.training.num_micro_batches // self.pipeline.replicas)
         self._check_memory()
         self._check_adapter()
         self._check_dpo()
@@ -386,9 +386,6 @@ class ClusterConfig(Section):
                     f"emulate.sleep.{key} lists {count} durations, pipeline.stages is {stages}; give one for all "
                     "stages, or one for each"
                 )
-
-    def _check_schedule(self) -> None:
-        self._check_share(self.training.num_micro_batches // self.pipeline.replicas)
 
     def _check_share(self, count: int, why: str = "") -> None:
         """Whether a replica can compute so many micro-batches in a step."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
-from tahq.memory.agoq.stored_gradients import DECODED_AT_A_TIME, stored_gradient_nbytes
+from tahq.memory.agoq.stored_gradients import DECODED_AT_A_TIME
 from tahq.memory.config import Gradients, Offload, Shard
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import Covered, LowRankBytes, divided_parameters, low_rank_bytes
@@ -22,6 +22,7 @@ from tahq.memory.saved_tensors import (
     saved_by_slice,
 )
 from tahq.memory.shares import Shape, is_block_matrix, shares_of
+from tahq.memory.small_floats.block_codes import stored_nbytes
 from tahq.memory.small_floats.nf4 import nf4_nbytes
 from tahq.memory.stored_slice import decoded_nbytes, is_in_4_bits
 from tahq.models.adapters.config import is_adapter
@@ -318,7 +319,9 @@ def _gradients(shapes: Collection[Sequence[int]], low_rank: Sequence[int], numbe
     each = [(matrix if len(shape) >= 2 else _FP32) * math.prod(shape) for shape in shapes] + [*low_rank]
     if numbers.is_fused:
         return max(each, default=0)
-    return sum(stored_gradient_nbytes(nbytes // _FP32) if numbers.gradients == "fp8" else nbytes for nbytes in each)
+    if numbers.gradients == "fp8":
+        each = [stored_nbytes(nbytes // _FP32, 8, scale_nbytes=_FP32) for nbytes in each]
+    return sum(each)
 
 
 def streamed_by_block(spec: ModelSpec, shape: MicroBatchShape, which: Collection[Offload]) -> int:

@@ -12,12 +12,11 @@ from tahq.memory.agoq.stored_gradients import (
     is_stored,
     scale_gradients,
     store_gradient,
-    stored_gradient_nbytes,
     with_gradients,
 )
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
-from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks
+from tahq.memory.small_floats.block_codes import dequantize_blocks, quantize_blocks, stored_nbytes
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice
@@ -59,7 +58,7 @@ def test_each_micro_batch_is_added_in_fp32_and_the_sum_rounded():
     assert torch.equal(gradient_of(parameter), expected)
     assert squared_norms([parameter]) == [float(expected.double().flatten().dot(expected.double().flatten()))]
     codes = parameter.gradient_codes[1]
-    assert codes.codes.nbytes + codes.scales.nbytes == stored_gradient_nbytes(300)
+    assert codes.codes.nbytes + codes.scales.nbytes == stored_nbytes(300, 8, scale_nbytes=4)
 
 
 def test_scaling_moves_no_code_and_dropping_forgets():

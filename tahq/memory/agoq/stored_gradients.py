@@ -18,7 +18,7 @@ import torch
 from tahq.kernel_launch import has_triton
 from tahq.memory.offload.host_memory import lent
 from tahq.memory.offload.host_part import host_gradient, host_part
-from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks, stored_nbytes
+from tahq.memory.small_floats.block_codes import BlockCodes, dequantize_blocks, quantize_blocks
 from tahq.models.deferred_gradients import after_gradient
 
 DECODED_AT_A_TIME = 1 << 24
@@ -156,8 +156,3 @@ def with_gradients(holders: Iterable[Holder]) -> Iterator[list[Holder]]:
 
 def _arrives(holder: HoldsGradient) -> bool:
     return is_stored(holder) or host_part(holder) is not None
-
-
-def stored_gradient_nbytes(numel: int) -> int:
-    """Bytes of the codes and scales of a gradient."""
-    return stored_nbytes(numel, 8, torch.float32.itemsize)

@@ -161,11 +161,6 @@ def measuring_programs(num_tiles: int, group: int) -> int:
     return min(-(-num_tiles // measuring_tiles(group)), MAX_MEASURED)
 
 
-def bytes_per_word(group: int) -> int:
-    """Bytes of a plane that are stored as one word: four, or all that a tile has."""
-    return min(4, group // 8)
-
-
 def tiles_per_block(group: int, elements_per_warp: int) -> int:
     """Tiles of a block of the kernels that code: a multiple of 8, so that no two blocks share a byte."""
     return max(8, elements_per_warp // group)

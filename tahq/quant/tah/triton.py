@@ -325,7 +325,7 @@ def plan(layout: TahLayout) -> launch.LaunchPlan:
     counts_at = selection.WORDS_BEFORE_TILES + 4 * tile_slots + 2 * launch.slots(layout.num_allocs) + num_tallies
     starts = tuple(section.start for section in layout.sections.by_name.values())
     shape = (tiling.channels, tiling.tiles_per_token)
-    common = {"G": group, "BYTES": launch.bytes_per_word(group), "PADDED": tiling.padding > 0}
+    common = {"G": group, "BYTES": min(4, group // 8), "PADDED": tiling.padding > 0}
     measuring = common | {
         "TILES": MEASURED_ELEMENTS // group,
         "ENTROPY": spec.adaptive == "on",
