@@ -126,7 +126,6 @@ class TrackerProcess(RunObserver):
         self._warn(f"the trackers are left out: {reason}")
 
     def _tell(self, said: bytes) -> None:
-        """Warn of each line that the process has printed."""
         *lines, self._said = (self._said + said).split(b"\n")
         for line in lines:
             self._warn(line.decode("utf-8", "replace"))

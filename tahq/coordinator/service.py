@@ -283,7 +283,6 @@ class Coordinator:
             self._finish_if_nothing_is_owed()
 
     def _stage_of(self, message: Any) -> int:
-        """The stage that a message is about."""
         if isinstance(message, Evaluated):
             return self._seats.evaluator
         stage: int = message.holder if isinstance(message, Copied) else message.stage

@@ -402,7 +402,6 @@ def _fused_output(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
 
 
 def _has_dropout(spec: ModelSpec) -> bool:
-    """Whether attention has dropout."""
     return float(getattr(spec.hf_config, "attn_pdrop" if spec.layout.rotary is None else "attention_dropout")) > 0
 
 

@@ -219,8 +219,6 @@ class _InputGradient:
 
 
 class _Product(torch.autograd.Function):
-    """See `product`."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -164,8 +164,6 @@ class _Causal(torch.autograd.Function):
 
 
 class _InChunks(torch.autograd.Function):
-    """See `fused_attention`."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -247,8 +247,6 @@ def _chunks(hidden: torch.Tensor, labels: torch.Tensor, num_chunks: int) -> Iter
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """See `chunked_cross_entropy`."""
-
     @staticmethod
     def forward(
         ctx: Any,

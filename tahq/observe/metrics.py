@@ -178,7 +178,6 @@ def _strict(value: Any) -> Any:
 
 
 def _link_object(link: LinkRecord) -> dict[str, Any]:
-    """One link and direction."""
     names = (
         *("frames", "payload_bytes", "wire_bytes", "elements"),
         *("busy_s", "sending_s", "queued_s", "idle_s", "wire_s"),

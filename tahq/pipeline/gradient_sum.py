@@ -426,7 +426,6 @@ class GradientSum:
 
 
 def _all_of(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The parts, or None if one is missing."""
     whole = [part for part in parts if part is not None]
     return whole if len(whole) == len(parts) else None
 

@@ -347,7 +347,6 @@ class Stage:
         return Boundary(transport, identity, codecs, self._device, self.stopwatch, peer, every)
 
     def _replica_boundaries(self, autocast: torch.dtype | None) -> dict[int, Boundary]:
-        """The links to the other replicas of this stage, by replica."""
         plan, wire, grid = self.plan, self.plan.wire, self.plan.grid
         if plan.pipeline.replicas == 1:
             return {}

@@ -198,7 +198,6 @@ class _DryRun:
         return "\n".join([*lines, *self._too_large()])
 
     def _host_memory(self) -> Iterator[str]:
-        """What is offloaded."""
         if any(memory.host_total for memory in self.memory):
             yield "Host memory of what is offloaded (memory.offload)"
             rows = [

@@ -364,7 +364,6 @@ _RELAY: Final = "relay"
 
 
 def _why_not(stage: int, other: int, dials: Mapping[str, str], failures: Mapping[str, str]) -> str:
-    """Why a stage cannot dial another one."""
     name = f"stage {other}"
     if name not in dials:
         return f"{name} only dials out"

@@ -329,7 +329,6 @@ class Measured:
         return _rounded(max([sum(rates[end] for rates in self._legs.values()), *alone])) or None
 
     def _relayed(self, ends: tuple[int, int]) -> PathFigures:
-        """A relayed path, of its two legs."""
         legs = self._paths[ends[0], RELAY], self._paths[RELAY, ends[1]]
         trip_s = sum(leg.round_trip_s for leg in legs)
         return PathFigures(trip_s, {1: min(leg.rates[1] for leg in legs)}, is_relayed=True)
