@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from tahq.plan.measure.meter_wire import receive_exactly
 from tahq_netem.programs import hurry, hurrying
 
 Target = tuple[str, int]
@@ -100,16 +101,8 @@ def _serve_streams(connection: socket.socket) -> None:
     hurry()
     with connection, suppress(ConnectionError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while header := _receive_exactly(connection, _STREAM_HEADER.size):
+        while header := receive_exactly(connection, _STREAM_HEADER.size):
             connection.sendall(_swallow(connection, *_STREAM_HEADER.unpack(header)))
-
-
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """That many bytes, or b"" if the peer closed before."""
-    received = b""
-    while len(received) < num_bytes and (piece := connection.recv(num_bytes - len(received))):
-        received += piece
-    return received if len(received) == num_bytes else b""
 
 
 def _swallow(connection: socket.socket, num_bytes: int, skip_s: float) -> bytes:
@@ -214,7 +207,7 @@ def _stream(connection: socket.socket, num_bytes: int, skip_s: float, timeout_s:
     if _send_zeros(connection, num_bytes, start_ns + int(timeout_s * 1e9)) < num_bytes:
         connection.shutdown(socket.SHUT_WR)
     connection.settimeout(timeout_s + _PATIENCE_S)
-    report = _receive_exactly(connection, _STREAM_REPORT.size)
+    report = receive_exactly(connection, _STREAM_REPORT.size)
     if not report:
         raise ConnectionResetError("the measuring connection was closed before the far end had reported")
     received, last_ns, marked_bytes, marked_ns = _STREAM_REPORT.unpack(report)

@@ -144,12 +144,9 @@ class Settling:
 def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
     """This many bytes, or none if the peer closes before them."""
     received = b""
-    while len(received) < nbytes:
-        piece = connection.recv(nbytes - len(received))
-        if not piece:
-            return b""
+    while len(received) < nbytes and (piece := connection.recv(nbytes - len(received))):
         received += piece
-    return received
+    return received if len(received) == nbytes else b""
 
 
 def tune(connection: socket.socket) -> None:
