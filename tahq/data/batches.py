@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tahq.data.dataset import I64, NO_LOSS, Dataset, ValidationSet
-from tahq.data.sample_order import BEGINNING, Cursor, Permutation, SampleOrder
+from tahq.data.dataset import NO_LOSS, Dataset, ValidationSet
+from tahq.data.sample_order import BEGINNING, I64, Cursor, Permutation, SampleOrder
 from tahq.errors import DataError
 from tahq.randomness import derive_seed
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tahq.data.config import DataConfig
-from tahq.data.packing import packed_rows
+from tahq.data.packing import I64, packed_rows
 from tahq.data.records import Record, find_record_files, read_records
 from tahq.data.sources import as_patterns, find_files, hash_documents, read_documents
 from tahq.data.token_stream import TokenStream, cached_tokens, check_vocabulary, hash_token_files, open_token_files
@@ -37,7 +37,6 @@ from tahq.errors import DataError
 
 NO_LOSS = -100  # Label of a position that is not scored
 
-I64 = npt.NDArray[np.int64]
 
 _MAX_STRIPES = 16
 _MIN_HELD_OUT = 2**16

@@ -23,7 +23,7 @@ import numpy as np
 
 from tahq.comm.config import LinksConfig
 from tahq.comm.network_model import ACKNOWLEDGED_SHARE, GOODPUT_SHARE, SHORTEST_QUEUE_S, goodput_bits_per_s
-from tahq.config.cluster import ClusterConfig, EmulateConfig
+from tahq.config.cluster import NUM_BYTE_TOKENS, ClusterConfig, EmulateConfig
 from tahq.config.file import resolve
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
@@ -51,7 +51,6 @@ MANY_STEPS = 1_000_000
 """A session trains until it is ended."""
 START_S = 15.0
 """Expected time to start a session."""
-NUM_BYTE_TOKENS = 256
 SPLIT_SCHEDULES = (AUTO, "zero-bubble")
 """Schedules that compute the input gradient first and the weight gradient later."""
 SHARED_NBYTES = 64 * 1024

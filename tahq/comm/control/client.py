@@ -35,7 +35,7 @@ from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.comm.zmq.addresses import format_address, parse_address
-from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, identify_listener
+from tahq.comm.zmq.dialled import SUSPICIOUS_HANG_UPS, Dialled, Listener, Outcome, identify_listener
 from tahq.comm.zmq.endpoint_loop import EndpointLoop
 from tahq.comm.zmq.socket_wait import Inbox, Socket
 from tahq.comm.zmq.sockets import open_dealer
@@ -44,7 +44,6 @@ from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, StartOv
 
 _log = logging.getLogger(__name__)
 CONTROL_IDENTITY = PeerIdentity(0, 0, ANY_STAGE, "control")
-_SUSPICIOUS_HANG_UPS = 3
 _CONVINCING_HANG_UPS = 5
 _NEEDS_CURVE = "it uses CURVE; start this worker without --no-curve, and with --coordinator-key"
 _HAS_NO_CURVE = (
@@ -313,7 +312,7 @@ class _CoordinatorEnd(LinkEnd):
             raise RefusedError(f"{self.spec}: {_refusal(outcome, self._credentials)}")
         if outcome is Outcome.BROKEN:
             _log.warning("%s: %s; dialling again", self.spec, outcome.value)
-        if dialled.has_succeeded or dialled.num_hang_ups < _SUSPICIOUS_HANG_UPS:
+        if dialled.has_succeeded or dialled.num_hang_ups < SUSPICIOUS_HANG_UPS:
             return
         if self._listener is None:
             self._listener = identify_listener(dialled.address)

@@ -30,7 +30,7 @@ _KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, monitor.DISCONNECTED, monitor.RE
 _REDIAL_S = 1.0
 _GIVEN_UP_S = 0.5
 """If ZMQ has not begun to dial again this long after a connection was lost, it never will."""
-_SUSPICIOUS_HANG_UPS = 3
+SUSPICIOUS_HANG_UPS = 3
 
 
 class Outcome(Enum):
@@ -126,7 +126,7 @@ class Dialled:
         """Remember, and log, why the peer is not connected; the default for `LinkEnd.note_outcome`."""
         if outcome is Outcome.SUCCEEDED:
             self._end.obstacle = ""
-        elif outcome is not Outcome.HUNG_UP or self.num_hang_ups >= _SUSPICIOUS_HANG_UPS:
+        elif outcome is not Outcome.HUNG_UP or self.num_hang_ups >= SUSPICIOUS_HANG_UPS:
             self._end.obstacle = _OBSTACLES[outcome]
             self._warnings.warning(f"{self._end.spec}: {self._end.obstacle}")
 

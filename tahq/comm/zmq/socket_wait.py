@@ -25,19 +25,19 @@ _READABLE = 1
 _MAX_WAIT_S = 3600.0
 # Plain integers: arithmetic on enum members costs more than the system call that it prepares.
 _POLLIN = int(zmq.POLLIN)
-_NOWAIT = int(zmq.NOBLOCK)
+NOWAIT = int(zmq.NOBLOCK)
 
 
 def take_messages(socket: Socket, limit: int) -> Iterator[list[zmq.Frame]]:
     """Up to `limit` messages that are there already, part by part."""
     for _ in range(limit):
         try:
-            part = socket.recv(_NOWAIT, copy=False)
+            part = socket.recv(NOWAIT, copy=False)
         except zmq.Again:
             return
         parts = [part]
         while part.more:
-            part = socket.recv(_NOWAIT, copy=False)
+            part = socket.recv(NOWAIT, copy=False)
             parts.append(part)
         yield parts
 

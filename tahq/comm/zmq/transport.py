@@ -24,7 +24,7 @@ from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
 from tahq.comm.transport import LinkStats
 from tahq.comm.zmq.dialled import Dialled, Outcome
-from tahq.comm.zmq.socket_wait import Inbox, Socket
+from tahq.comm.zmq.socket_wait import NOWAIT, Inbox, Socket
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError
 from tahq.units import format_size
 
@@ -34,7 +34,6 @@ MAX_QUEUED_NBYTES = 4 << 30
 
 MAX_MESSAGE_NBYTES = 1024
 """Longest message on the control channel of a link."""
-_NOWAIT = int(zmq.NOBLOCK)
 _NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LATE_S = 10.0
 """After this long the user is told that a peer has not connected."""
@@ -143,7 +142,7 @@ class LinkSockets:
         if not self.is_dialled:
             socket.send(self.routes[outgoing.connection] or b"", _NOWAIT_MORE)
         socket.send(outgoing.header, _NOWAIT_MORE)
-        socket.send(outgoing.payload, _NOWAIT, copy=False)
+        socket.send(outgoing.payload, NOWAIT, copy=False)
 
 
 class Arrival(NamedTuple):

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tahq.kernel_launch import ALIGNMENT
 from tahq.memory.adam.blockwise8 import BLOCK, ZERO_SIGNED, decode, encode
 from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, AdamwNumbers, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.config import MIN_ELEMENTS
@@ -43,7 +44,6 @@ from tahq.quant.stochastic_rounding import round_to_bf16
 if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches
 
-_ALIGNMENT = 16
 _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 SLICE = 1 << 18  # Elements computed at a time, so that temporaries stay small: a multiple of every block
 
@@ -93,7 +93,7 @@ def bind_kernels(
     """
     m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
     tensors = (weight, gradient, m, v)
-    is_suited = all(each.data_ptr() % _ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
+    is_suited = all(each.data_ptr() % ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
     if not (_has_kernels(weight.device.type) and weight.numel() > 0 and is_suited):
         return None
     if m.dtype != torch.uint8:

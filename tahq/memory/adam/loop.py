@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from tahq.kernel_launch import has_triton
+from tahq.kernel_launch import ALIGNMENT, has_triton
 from tahq.quant.stochastic_rounding import key_halves
 from tahq.randomness import derive_seed
 
@@ -22,7 +22,6 @@ State = dict[str, torch.Tensor]
 """An optimizer's state of one parameter, by name; `step` is its number of steps, on the host."""
 Job = tuple[torch.Tensor, Callable[[], None]]  # A job, and the tensor by whose size and device it is scheduled
 STREAMS = 3  # CUDA streams that share the work, the caller's included
-_ALIGNMENT = 16  # Bytes: kernels are compiled for tensors that begin at a multiple of it
 
 
 class AdamwNumbers(NamedTuple):
@@ -156,7 +155,7 @@ class AdamwLoop(Optimizer):
 
     def _bound_launches(self, parameter: Parameter, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
         """Kernels, kept while weight and states stay at the same addresses; None if no kernel can read the tensors."""
-        is_plain = gradient.layout == torch.strided and gradient.data_ptr() % _ALIGNMENT == 0
+        is_plain = gradient.layout == torch.strided and gradient.data_ptr() % ALIGNMENT == 0
         if not (is_plain and gradient.is_contiguous() and parameter.is_contiguous()):
             return None
         tensors = (tensor for name, tensor in state.items() if name != "step")

@@ -54,8 +54,6 @@ MAX_PARTS = 128
 """The most parts of the tokens that are summed separately."""
 MAX_TILES = 1 << 28
 """Eight bits of each are counted in 32-bit numbers."""
-MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
-"""The most programs of kernels that code: more than a device holds at a time, as blocks differ in their time."""
 TILES_COUNTED = 4096
 """Tiles per program of a decoder's first kernel."""
 SLOTS = 16
@@ -247,7 +245,7 @@ def plan(layout: TileLayout) -> launch.LaunchPlan:
         num_measured, marks_at = Columns.of(tiling).num_programs, work.end
         levels, words = _levels_in_tokens(layout, work, mean_at)
     tiles_per_block = launch.ELEMENTS_PER_WARP // tiling.group
-    coding_grid = (min(-(-num_tiles // tiles_per_block), MAX_PROGRAMS), 1, 1)
+    coding_grid = (min(-(-num_tiles // tiles_per_block), launch.MAX_CODING_PROGRAMS), 1, 1)
     centered, width = {"CENTER": int(layout.has_mean)}, {"WIDTH": tiling.log2_group}
     padded, eight_warps = tiling.padding > 0, {"num_warps": 8, "num_stages": 1}
     coding = {"G": tiling.group, "TILES": tiles_per_block, "PADDED": padded, "RANDOM": is_random, "num_warps": 1}

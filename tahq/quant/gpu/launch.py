@@ -22,6 +22,8 @@ MEASURING_WARPS = 8
 ELEMENTS_PER_WARP = 512
 MAX_PROGRAMS = 4224
 """One-warp programs that a large device (2024) holds at a time: 132 multiprocessors with 32 each."""
+MAX_CODING_PROGRAMS = 4 * MAX_PROGRAMS
+"""The most programs of kernels that code: more than a device holds at a time, as blocks differ in their time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,6 @@ MEASURED_ELEMENTS, MEASURING_WARPS = 4096, 4
 """Elements and warps of a program of the encoder's first kernel."""
 MOST_REGISTERS = 80
 """Per thread in kernels for up to four bits: they would use a few more, but with fewer, more of them run at a time."""
-MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
-"""The most programs of kernels that code: more than a device holds at a time, as blocks differ in their time."""
 ALLOCS_PER_PROGRAM = 2048
 _DAMAGED, _MARKED = tl.constexpr(DAMAGED), tl.constexpr(MARKED)
 _ALLOCS = tl.constexpr(ALLOCS_PER_PROGRAM)
@@ -337,7 +335,7 @@ def plan(layout: TahLayout) -> launch.LaunchPlan:
     measured = (tiling.num_tiles, *shape, most_second, counts_at, num_counts)
     planes = {"WIDTH": tiling.log2_group, "LOW": spec.low, "HIGH": spec.high}
     tiles_per_block = launch.tiles_per_block(group, ENCODED_PER_WARP)
-    coding_grid = (min(-(-tiling.num_tiles // tiles_per_block), MAX_PROGRAMS), 1, 1)
+    coding_grid = (min(-(-tiling.num_tiles // tiles_per_block), launch.MAX_CODING_PROGRAMS), 1, 1)
     coding = (
         common
         | planes
