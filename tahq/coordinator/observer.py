@@ -157,13 +157,6 @@ class StageSplit:
         """Encoding and decoding, on any thread."""
         return self.encode_s + self.decode_s + sum(self.beside_s.get(what, 0.0) for what in ("encode", "decode"))
 
-    @property
-    def total_s(self) -> float:
-        """All parts on the compute thread: the step's time, but for overlaps on a GPU."""
-        work_s = self.compute_s + self.encode_s + self.decode_s + self.data_s + self.optimizer_s + self.snapshot_s
-        waits_s = self.frames_s + self.wait_codec_s + self.wait_memory_s + self.commit_s
-        return work_s + self.other_s + waits_s
-
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:

@@ -80,10 +80,6 @@ class BatchSource:
         """Where the run stands before `step`; ValueError if that is before its origin."""
         return self.order.cursor(step)
 
-    def epoch(self, step: int) -> float:
-        """Epochs seen before `step`, with their fraction."""
-        return self.cursor(step).sample / self._dataset.num_train_samples
-
     def train(self, step: int) -> StepBatch:
         """The training batch of `step`; ValueError if that lies before the origin."""
         return self._gather(self._dataset, self.order.sample_ids(step))
