@@ -6,6 +6,7 @@ share of the bound against bandwidth, and loss against wall-clock time.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,8 @@ def draw_plots(rows: Sequence[Row], stem: Path) -> list[Path]:
         return setting_of(row).title
 
     wanted: list[tuple[str, Sequence[Row], TitleOf, Draw]] = [
-        ("throughput", shaped, title, _against_rate("tokens_per_s", "tokens/s", None)),
-        ("share", with_share, title, _against_rate("share_of_bound", "share of the bound", 1.05)),
+        ("throughput", shaped, title, partial(_draw_against_rate, "tokens_per_s", "tokens/s", None)),
+        ("share", with_share, title, partial(_draw_against_rate, "share_of_bound", "share of the bound", 1.05)),
         ("loss", list(filter(_has_losses, measured)), lambda row: f"{network_label(row)}, {title(row)}", _draw_losses),
     ]
     return [
@@ -193,25 +194,22 @@ def _draw(rows: Sequence[Row], title_of: TitleOf, draw: Draw, path: Path) -> Pat
     return path
 
 
-def _against_rate(key: str, label: str, top: float | None) -> Draw:
-    def draw(axis: Any, rows: Sequence[Row]) -> None:
-        """One line per series; unshaped points are at the right, behind a gap."""
-        rates = sorted({row["point"]["rate_bits_per_s"] for row in rows} - {None})
-        unshaped = 4 * (rates[-1] if rates else 1e9)
-        for series in dict.fromkeys(map(series_of, rows)):
-            points = {row["point"]["rate_bits_per_s"] or unshaped: row[key] for row in rows if series_of(row) == series}
-            places = sorted(points)
-            style = {"label": _label(series), "linestyle": DASHES[series[0]], "linewidth": 1.2, "markersize": 3}
-            axis.plot([rate / 1e6 for rate in places], [points[rate] for rate in places], marker="o", **style)
-        axis.set_xscale("log")
-        ticks = {rate / 1e6: f"{rate / 1e6:g}" for rate in rates} | {unshaped / 1e6: "unshaped"}
-        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
-        axis.minorticks_off()
-        axis.set_xlabel("Mbit/s of each host, up and down")
-        axis.set_ylabel(label)
-        axis.set_ylim(0, top)
-
-    return draw
+def _draw_against_rate(key: str, label: str, top: float | None, axis: Any, rows: Sequence[Row]) -> None:
+    """One line per series; unshaped points are at the right, behind a gap."""
+    rates = sorted({row["point"]["rate_bits_per_s"] for row in rows} - {None})
+    unshaped = 4 * (rates[-1] if rates else 1e9)
+    for series in dict.fromkeys(map(series_of, rows)):
+        points = {row["point"]["rate_bits_per_s"] or unshaped: row[key] for row in rows if series_of(row) == series}
+        places = sorted(points)
+        style = {"label": _label(series), "linestyle": DASHES[series[0]], "linewidth": 1.2, "markersize": 3}
+        axis.plot([rate / 1e6 for rate in places], [points[rate] for rate in places], marker="o", **style)
+    axis.set_xscale("log")
+    ticks = {rate / 1e6: f"{rate / 1e6:g}" for rate in rates} | {unshaped / 1e6: "unshaped"}
+    axis.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
+    axis.minorticks_off()
+    axis.set_xlabel("Mbit/s of each host, up and down")
+    axis.set_ylabel(label)
+    axis.set_ylim(0, top)
 
 
 def _draw_losses(axis: Any, rows: Sequence[Row]) -> None:
