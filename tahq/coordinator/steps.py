@@ -175,7 +175,7 @@ def _compare_replicas(
     firsts = one_replica(prepares, period)
     for prepare in prepares:
         first = firsts[prepare.stage % period]
-        if reported(prepare) != reported(first):
+        if prepare is not first and reported(prepare) != reported(first):
             raise DataError(
                 f"{names[first.stage]} and {names[prepare.stage]}, replicas of one stage, have different {what} at "
                 f"step {prepare.step + 1}: they need the same kind of device and the same torch; resume from the "
