@@ -188,7 +188,7 @@ def test_delay_holds_both_ways_and_may_change(server, joined):
         server.poll(0)
         client.recv(SOON_S)
         trips_s.append(time.monotonic() - started_s)
-    assert 0.1 <= min(trips_s) < 0.105
+    assert 0.099 <= min(trips_s) < 0.105  # handling is taken off the delay
 
 
 # Strangers, and what the network does
