@@ -1,5 +1,6 @@
 """The log of sent frames: real files, read back to the bit, freed by step, given up in words."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,13 @@ def test_frames_come_back_as_they_were_in_their_order(log, make_frame):
     assert read(log, 0) == list(map(plain, frames))
     assert read(log, 1, 1) == list(map(plain, frames[3:6]))
     assert read(log, 3, None) == [plain(frames[9])]
+
+
+def test_who_reads_a_frame_that_was_just_sent_waits_until_it_is_kept(log, make_frame):
+    frame, reads = make_frame(1000, step=3), []
+    with ThreadPoolExecutor(1) as others:
+        log.append(frame, lambda: reads.append(others.submit(read, log, 3)))
+    assert reads[0].result() == [plain(frame)]
 
 
 def test_freed_steps_are_gone_from_the_disk(log, make_frame, tmp_path):

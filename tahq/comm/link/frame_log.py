@@ -88,9 +88,13 @@ class FrameLog:
         """Whether every frame of this step and of all later ones is here."""
         return step >= self._first
 
-    def append(self, frame: Frame) -> None:
-        """Keep a frame whose payload lies in host memory; step numbers never decrease."""
+    def append(self, frame: Frame, send: Callable[[], None] = lambda: None) -> None:
+        """Keep a frame whose payload lies in host memory; step numbers never decrease.
+
+        `send` is called first, as writing takes milliseconds: who reads the log after it waits until the frame is in.
+        """
         with self._lock:
+            send()
             step = frame.id.step
             if step < self._first:
                 return
@@ -158,13 +162,13 @@ class FrameLog:
 
     def read(self, first: int, last: int | None = None) -> Iterator[Frame]:
         """The frames of steps first … last (None: to the newest); FrameLogError if some are missing or damaged."""
-        if not self.is_complete_from(first):
-            raise FrameLogError(
-                f"link {self._link}: frames since step {first + 1} are not kept: the log begins at step "
-                f"{self._first + 1}",
-                self._link,
-            )
         with self._lock:
+            if not self.is_complete_from(first):
+                raise FrameLogError(
+                    f"link {self._link}: frames since step {first + 1} are not kept: the log begins at step "
+                    f"{self._first + 1}",
+                    self._link,
+                )
             files = dict(self._step_nbytes)
         for step, nbytes in files.items():
             if first <= step and (last is None or step <= last):

@@ -271,9 +271,11 @@ class ZmqTransport:
                 f"what the schedule has in flight"
             )
         self._counter.count(frame)
-        if self.end.log is not None:
-            self.end.log.append(frame)  # before it can be asked for
-        self._submit(self.end, partial(self.end.send, frame, time.monotonic()), True)
+        submit = partial(self._submit, self.end, partial(self.end.send, frame, time.monotonic()), True)
+        if self.end.log is None:
+            submit()
+        else:
+            self.end.log.append(frame, submit)
 
     def recv(self, timeout_s: float | None = None) -> Frame:
         """The next expected frame that is whole; see Transport.recv."""
