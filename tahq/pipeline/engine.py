@@ -309,7 +309,7 @@ class StageEngine:
         return result
 
     def read_ahead(self, number: int) -> None:
-        """Read a step's samples, unless they are read; while the coordinator decides about the step before."""
+        """Read a step's samples before it begins, while the coordinator decides about the one before it."""
         if self.batches is not None and (self._ahead is None or self._ahead[0] != number):
             self._ahead = number, self.batches.train(number)
 

@@ -79,7 +79,7 @@ def best_schedule(simulations: Simulations, plan: PipelinePlan, *, fixed_depths:
     while best is not None and not simulations.is_exhausted:
         best = next(_better(simulations, best), None)
     limit_s = (1 + _ABOUT_AS_FAST) * min(times_s.values())
-    return sturdiest(table, [each for each in times_s if times_s[each] <= limit_s])
+    return sturdiest(simulations, [each for each in times_s if times_s[each] <= limit_s])
 
 
 def _better(simulations: Simulations, plan: PipelinePlan) -> Iterator[PipelinePlan]:

@@ -137,7 +137,7 @@ def _best_in_pieces(simulations: Simulations, ranked: Sequence[PipelinePlan]) ->
         best = _fastest(_with_quality(simulations, each) for each in of_different_orders)
     else:
         finalists = of_different_orders if is_long(ranked[0]) else ranked[:_FINALISTS]
-        best = _shallowest(simulations, _fastest(predict(table, each) for each in finalists))
+        best = _sturdy(simulations, _fastest(predict(table, each) for each in finalists))
     fastest = _fastest([best, *(predict(table, replace(best.plan, first=first)) for first in problem.firsts[1:])])
     return fastest if fastest.step_s < best.step_s * (1 - _WORTH_ANOTHER_ORDER) else best
 
@@ -150,22 +150,22 @@ def _with_quality(simulations: Simulations, fewest: PipelinePlan) -> Prediction:
     """A plan with the codecs that it can afford, chosen again for the depths that then suffice."""
     table, limit_s = simulations.table, simulations.time_s(fewest) * (1 + TOLERANCE)
     faithful = predict(table, with_best_codecs(simulations, fewest, limit_s))
-    shallow = _shallowest(simulations, faithful)
+    shallow = _sturdy(simulations, faithful)
     if shallow is faithful:
         return faithful
     again = with_best_codecs(simulations, shallow.plan, limit_s)
     return predict(table, again) if again != shallow.plan else shallow
 
 
-def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
-    """The same plan with few micro-batches in flight that is about as fast: memory has a value, too."""
+def _sturdy(simulations: Simulations, best: Prediction) -> Prediction:
+    """The same plan with few micro-batches in flight that is as fast and bears late frames: memory has a value."""
     if is_long(best.plan) or not best.plan.depths:
         return best
     table, limit_s = simulations.table, simulations.time_s(best.plan) * (1 + _ABOUT_AS_FAST)
     profiles = depth_profiles(StageCosts.of(table, best.plan), best.plan.layers, best.plan.schedule)
     plans = (replace(best.plan, depths=depths) for depths in profiles)
     near = [best.plan, *(plan for plan in plans if simulations.time_s(plan) <= limit_s)]
-    found = predict(table, sturdiest(table, near))
+    found = predict(table, sturdiest(simulations, near))
     return found if found.step_s <= best.step_s * (1 + _ABOUT_AS_FAST) else best
 
 

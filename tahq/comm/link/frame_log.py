@@ -91,7 +91,7 @@ class FrameLog:
     def append(self, frame: Frame, send: Callable[[], None] = lambda: None) -> None:
         """Keep a frame whose payload lies in host memory; step numbers never decrease.
 
-        `send` is called first, as writing takes milliseconds: who reads the log after it waits until the frame is in.
+        `send` is called first, as writing takes milliseconds. A later reader of the log waits until the frame is in it.
         """
         with self._lock:
             send()

@@ -77,15 +77,15 @@ def in_flight(plan: PipelinePlan) -> int:
     return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
 
 
-def sturdiest(table: ClusterTable, plans: Iterable[PipelinePlan]) -> PipelinePlan:
+def sturdiest(simulations: Simulations, plans: Iterable[PipelinePlan]) -> PipelinePlan:
     """Of plans about as fast, that with the fewest micro-batches in flight which stays so if frames come late.
 
     No real frame is as punctual as a simulated one, and without slack each delay holds up the first stage.
     """
 
     def late_s(plan: PipelinePlan) -> float:
-        each_s = step_time_s(table, plan) / plan.num_micro_batches
-        return step_time_s(table, plan, Speed(late_s=_LATE * each_s))
+        each_s = simulations.time_s(plan) / plan.num_micro_batches
+        return step_time_s(simulations.table, plan, Speed(late_s=_LATE * each_s))
 
     ranked = sorted(plans, key=in_flight)
     limit_s = (1 + _NOT_SLOWER) * late_s(ranked[-1])

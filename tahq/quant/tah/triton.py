@@ -323,6 +323,7 @@ def plan(layout: TahLayout) -> launch.LaunchPlan:
     counts_at = selection.WORDS_BEFORE_TILES + 4 * tile_slots + 2 * launch.slots(layout.num_allocs) + num_tallies
     starts = tuple(section.start for section in layout.sections.by_name.values())
     shape = (tiling.channels, tiling.tiles_per_token)
+    # a word of a plane has four bytes, or all that a tile has
     common = {"G": group, "BYTES": min(4, group // 8), "PADDED": tiling.padding > 0}
     measuring = common | {
         "TILES": MEASURED_ELEMENTS // group,
