@@ -71,9 +71,9 @@ def test_sweep_continues_where_sigterm_stopped_it(tmp_path, temporary):
     rows = list(read_results(results).values())
     assert [row["point"]["rate_bits_per_s"] for row in rows] == [None, 10e6]
     unshaped, slow = (row["step_s"] for row in rows)
-    # 4 micro-batches of 2 · 64 · 64 numbers in fp32 at 10 Mbit/s: 27 ms each way, on top of (1 + 4) · 60 ms, in noise
+    # 4 micro-batches of 2 · 64 · 64 numbers in fp32 at 10 Mbit/s: 27 ms each way, on top of (1 + 4) · 60 ms
     assert unshaped >= 0.29
-    assert slow >= unshaped + 0.02
+    assert slow >= unshaped + 0.04
     assert slow >= rows[1]["bound_s"] * 0.98
     # The stages sleep at the pace that the bound knows.
     assert rows[1]["share_of_bound"] > 0.3
