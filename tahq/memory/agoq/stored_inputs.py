@@ -117,12 +117,12 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 def _norm(
     layer: Any, forward: Function, bits: Bits, recomputes: bool, feeds_products: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    kernels = _kernels_for(x, bits)
+    kernels = _triton_for(x.device)
     if kernels is None or (bits is not None and x.shape[-1] % BLOCK != 0):
         return stored(forward, bits, x, parameters=tuple(layer.parameters())) if recomputes else forward(x)
     # products would convert it themselves
     dtype = product_dtype(x) if feeds_products else torch.promote_types(x.dtype, layer.weight.dtype)
-    return _kept(kernels.StoredNorm(layer, bits, x, dtype), x, recomputes=recomputes)
+    return _kept(kernels.StoredNorm(layer, _if_recorded(bits), x, dtype), x, recomputes=recomputes)
 
 
 def _gated_mlp(mlp: Any, bits: Bits, recomputes: bool, is_silu: bool, x: torch.Tensor) -> torch.Tensor:
@@ -138,9 +138,9 @@ def _gated_mlp(mlp: Any, bits: Bits, recomputes: bool, is_silu: bool, x: torch.T
 def _activation(
     mlp: Any, function: Function, bits: Bits, recomputes: bool, has_kernel: bool, *inputs: torch.Tensor
 ) -> torch.Tensor:
-    kernels = _kernels_for(inputs[0], bits) if has_kernel else None
+    kernels = _triton_for(inputs[0].device) if has_kernel else None
     if kernels is not None:
-        layer = kernels.StoredActivation(bits, *inputs, gives_maxima=getattr(mlp, "gives_maxima", False))
+        layer = kernels.StoredActivation(_if_recorded(bits), *inputs, gives_maxima=getattr(mlp, "gives_maxima", False))
         return _kept(layer, *inputs, recomputes=recomputes)
     return stored(function, bits, *inputs) if recomputes else function(*inputs)
 
@@ -159,9 +159,9 @@ def _stored_attention(
     return stored(attended, module.stored_bits, query, key, value), None
 
 
-def _kernels_for(x: torch.Tensor, bits: Bits) -> Any:
-    """`_triton_for`, but codes only in a forward pass that is recorded."""
-    return _triton_for(x.device) if torch.is_grad_enabled() or bits is None else None
+def _if_recorded(bits: Bits) -> Bits:
+    """The bits in a forward pass that is recorded; one that is not computes the same, and keeps nothing."""
+    return bits if torch.is_grad_enabled() else None
 
 
 def _triton_for(device: torch.device) -> Any:
