@@ -19,7 +19,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 74_500,
     "modules there": 395,
     "lines of benchmarks": 10_995,
-    "lines of tests": 53_950,
+    "lines of tests": 54_000,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -458,16 +459,22 @@ def test_figures_of_another_model_are_not_used(planned):
     assert cache_path(listed, (1, 2), has_paths=True) != cache_path(slower, (1, 2), has_paths=True)
 
 
-@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.4, True), (1.6, False), (0.6, False)])
-def test_figures_that_the_run_contradicts_are_dropped(planned, factor, holds):
+@pytest.mark.parametrize(
+    ("expected_s", "factor", "holds"),
+    [
+        *(((3.84, 3.84), factor, holds) for factor, holds in ((1.0, True), (1.4, True), (1.6, False), (0.6, False))),
+        *(((8.0, 0.1), factor, holds) for factor, holds in ((4.0, True), (6.0, False))),  # a short stage hardly counts
+    ],
+)
+def test_figures_that_the_run_contradicts_are_dropped(planned, expected_s, factor, holds):
     found = planned(OPEN | {"pipeline": {"stages": 2}})
-    stages = [
-        StageRecord(stage, {}, 0, StageSplit(forward_s=factor * seconds if stage else seconds))
-        for stage, seconds in enumerate(found.compute_s)
-    ]
     # 32 samples, 4 of 8 layers each, forward 0.01 s and backward 0.02 s per layer and sample
     assert found.compute_s == pytest.approx((32 * 4 * 0.03,) * 2)
-    found.watch([StepRecord(3, 1.0, 256, 4.0, 1.0, 1.0, False, False, tuple(stages), ())])
+    first_s, second_s = expected_s
+    splits = StageSplit(forward_s=first_s), StageSplit(forward_s=factor * second_s)
+    stages = tuple(StageRecord(stage, {}, 0, split) for stage, split in enumerate(splits))
+    record = StepRecord(3, 1.0, 256, 4.0, 1.0, 1.0, False, False, stages, ())
+    replace(found, compute_s=expected_s).watch([record])
     assert found.cached.exists() == holds
 
 

@@ -54,8 +54,10 @@ from tahq_launch.start.resolution import resolve_for_run
 
 log = logging.getLogger(__name__)
 
-NO_LONGER = 1.5
-"""Figures that a stage's compute differs from by this factor are measured again at the next start."""
+NO_LONGER, MATTERS = 1.5, 0.05
+"""Figures that a stage's compute differs from by this factor, and by this share of what all stages compute, are
+measured again at the next start: a stage of one block takes twice as long as a block between others, and no plan
+changes for it."""
 _NOT_MEASURED = (
     "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
     "below may change"
@@ -94,7 +96,8 @@ class FirstPlan:
         """Drop the figures from the cache if these steps contradict them."""
         measured_s = [stage.split.compute_s for stage in median_step(steps).stages]
         for stage, (expected, found) in enumerate(zip(self.compute_s, measured_s, strict=True)):
-            if self.cached is not None and not 1 / NO_LONGER < found / expected < NO_LONGER:
+            differs = not 1 / NO_LONGER < found / expected < NO_LONGER
+            if self.cached is not None and differs and abs(found - expected) > MATTERS * sum(self.compute_s):
                 log.info(
                     "stage %d computes for %.3g s per step, %.3g s by its measurement: the next start measures again",
                     *(stage, found, expected),
