@@ -263,6 +263,7 @@ class Training:
                 ctx.send(seat, commit)
             seat.prepared = None
             reached(fault_points.COMMIT_SENT, step=commit.step)
+        ctx.server.flush()
         self._traces.committed(commit.step, began_s, now_s)
         self._use(commit)
         self._note_early_stop(commit)

@@ -256,7 +256,8 @@ class StageEngine:
         if self.on_step is not None:
             self.on_step(number)
         for chunk in self.chunks.values():
-            chunk.module.train()
+            if not chunk.module.training:
+                chunk.module.train()
             chunk.module.num_pieces = self.num_pieces(number)
             if chunk.module.graphs is not None:
                 chunk.module.graphs.begin()

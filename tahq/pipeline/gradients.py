@@ -5,7 +5,7 @@ Each parameter's squared norm is taken alone, in fp64; sums over parameters use
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -28,10 +28,10 @@ NORM_ELEMENTS = 2**24
 """Elements of a gradient that are squared at a time on a CPU, so that their fp64 copy stays small."""
 
 
-def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
+def squared_norms(holders: Iterable[HoldsGradient], meanwhile: Callable[[], object] = lambda: None) -> list[float]:
     """‖g‖² of each gradient in fp64, in order, 0.0 without a gradient; one device round trip.
 
-    NaN or infinity where a gradient has one.
+    NaN or infinity where a gradient has one. `meanwhile` is called while a device computes them.
     """
     squares, on_cuda = dict[int, torch.Tensor](), dict[torch.dtype, dict[int, torch.Tensor]]()
     for number, holder in enumerate(holders):
@@ -42,8 +42,9 @@ def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
     for gradients in on_cuda.values():  # in a few launches; each norm is the same with others beside it or alone
         norms = torch._foreach_norm([*gradients.values()], 2, torch.float64)
         squares.update(zip(gradients, torch._foreach_mul(norms, norms), strict=True))
-    stacked = [squares[number] for number in sorted(squares)]
-    return [float(square) for square in torch.stack(stacked).tolist()] if stacked else []
+    stacked = torch.stack([squares[number] for number in sorted(squares)]) if squares else torch.empty(0)
+    meanwhile()
+    return [float(square) for square in stacked.tolist()]
 
 
 def squared_norm(holder: HoldsGradient) -> torch.Tensor:

@@ -46,6 +46,7 @@ class CudaMarks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Any:
         """An event behind everything queued so far; returns at once."""
@@ -56,10 +57,12 @@ class CudaMarks:
     def times_s(self, marks: Sequence[Any]) -> list[float]:
         """When each of a thread's events, in order, was reached, by `time.monotonic`; waits for the last.
 
-        Counted back from an event that has just been waited for, the only moment that both clocks know.
+        Counted back from an event that has just been waited for, the only moment that both clocks know; on a stream of
+        its own, so that it does not wait for what was queued after the marks.
         """
-        marks[-1].synchronize()  # it may be on another stream; earlier ones are on that stream too, so they are done
-        anchor = self.mark()
+        marks[-1].synchronize()  # earlier ones are on the same stream, so they are done
+        anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        anchor.record(self._beside)
         anchor.synchronize()
         now_s = time.monotonic()
         return [now_s - mark.elapsed_time(anchor) / 1000 for mark in marks]
@@ -89,6 +92,9 @@ class ActivityTimer:
         if self._lane.stopwatch.is_recording and end_s > begin_s and len(self._lane.spans) < MAX_SPANS:
             self._lane.spans.append((self._activity, begin_s, end_s, detail))
 
+    def read_marks(self) -> None:
+        """Count what a device has done; there is none."""
+
     def take(self) -> float:
         """Seconds since the last call; time that is added meanwhile is not lost."""
         before_s, self.taken_s = self.taken_s, self.seconds
@@ -111,7 +117,7 @@ class MarkedTimer(ActivityTimer):
     def __exit__(self, *exc_info: object) -> None:
         self._waiting.append((self._begin, self._marks.mark(), self.detail))
 
-    def take(self) -> float:
+    def read_marks(self) -> None:
         """Wait for the device, and count its times."""
         waiting = self._waiting[:]
         del self._waiting[: len(waiting)]  # its thread may have appended meanwhile
@@ -119,7 +125,6 @@ class MarkedTimer(ActivityTimer):
             times = self._marks.times_s([mark for begin, end, _ in waiting for mark in (begin, end)])
             for (_, _, detail), begin_s, end_s in zip(waiting, times[::2], times[1::2], strict=True):
                 self.add(begin_s, end_s, detail)
-        return super().take()
 
 
 class _Lane:
@@ -163,8 +168,15 @@ class Stopwatch:
         """Count a span that was measured elsewhere, by `time.monotonic`, on the calling thread's lane."""
         self._lane().timer(activity).add(begin_s, end_s, detail)
 
+    def read_marks(self) -> None:
+        """Wait for the device's marks so far, and count their times; called by the compute thread."""
+        for lane in list(self._lanes):
+            for timer in list(lane.timers.values()):
+                timer.read_marks()
+
     def take(self) -> dict[str, float]:
         """Seconds per activity since the last call; called by the compute thread. Waits for the device."""
+        self.read_marks()
         mine, totals = self._lane(), dict[str, float]()
         for lane in [mine, *(lane for lane in self._lanes if lane is not mine)]:
             prefix = "" if lane is mine else BESIDE

@@ -169,10 +169,13 @@ class StageUpdate:
         self._step, self._squares, self._num_searched = step, [], 0
         self._num_due = sum(weight.begin(step) for weight in self._low_rank.values())
 
-    def squared_norms(self) -> list[float]:
-        """‖g‖² in fp64 of each parameter that is updated here, for PREPARE; for low-rank weights, of the projection."""
+    def squared_norms(self, meanwhile: Callable[[], object] = lambda: None) -> list[float]:
+        """‖g‖² in fp64 of each parameter that is updated here, for PREPARE; for low-rank weights, of the projection.
+
+        `meanwhile` is called while a device computes them, unless the update is fused.
+        """
         if not self._is_fused:
-            return squared_norms(p for p in self._updated() if p is not self._uncounted)
+            return squared_norms((p for p in self._updated() if p is not self._uncounted), meanwhile)
         if any(parameter.grad is not None for parameter in self._parameters.values()):
             raise AssertionError("a gradient bypassed the hooks of the fused update")
         return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []

@@ -283,7 +283,7 @@ class WorkerTraining:
         stage, meter = self._stage, self._meter
         meter.note(stage.take_link_stats())
         with stage.stopwatch.measure("norms"):
-            norm2 = stage.update.squared_norms()
+            norm2 = stage.update.squared_norms(meanwhile=stage.stopwatch.read_marks)
         return Prepare(
             step=step,
             stage=self._control.stage,

@@ -118,6 +118,15 @@ def test_messages_go_both_ways_in_order(server, joined):
     assert client.poll() is None
 
 
+def test_flushed_messages_come_though_nobody_polls(server, joined):
+    client, identity = joined
+    server.send(identity, Start(1))
+    with pytest.raises(TimeoutError):
+        client.recv(0.1)
+    server.flush()
+    assert client.recv(SOON_S) == Start(1)
+
+
 def test_coordinator_that_is_not_there_is_lost_after_the_connect_timeout(connect):
     lost = threading.Event()
     client = connect("127.0.0.1:9", connect_timeout_s=0.3, hooks=ControlHooks(on_lost=lambda error: lost.set()))

@@ -58,6 +58,8 @@ class ScriptedServer:
         self.clock = clock
         self.inbox = []
         self.sent = []
+        self.num_left = 0
+        """Messages that have left, of those sent; only `flush` counts them."""
         self.workers = {}
         self.offsets = {}
         self.keys = {}
@@ -81,6 +83,9 @@ class ScriptedServer:
         self.sent.append((identity, message))
         if identity in self.workers:
             self.workers[identity].receive(message)
+
+    def flush(self):
+        self.num_left = len(self.sent)
 
     def clock_offset(self, identity):
         return self.offsets.get(identity)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tahq.comm.control import messages as say
 from tahq.coordinator.link_codecs import CodecOptions, FollowRules
+from tahq.coordinator.observer import RunObserver
 from tahq.errors import ConfigError, SnapshotError
 from tahq.quant.ladder import Ladder
 
@@ -30,6 +31,20 @@ def test_run_reaches_its_last_step(scene):
     assert [scene.server.told(worker.identity, say.Bye) for worker in scene.stages] == [[say.Bye(0)]] * 3
     phases = list(dict.fromkeys(phase for phase, _ in scene.observer.of("phase_changed")))
     assert phases == ["joining", "connecting", "training", "finishing", "over"]
+
+
+def test_commit_has_left_before_its_step_is_shown(scene):
+    server, left = scene.server, []
+
+    class Watcher(RunObserver):
+        def step_committed(self, record):
+            commits = [message for _, message in server.sent[: server.num_left] if isinstance(message, say.Commit)]
+            left.append([commit.step + 1 for commit in commits[-3:]] == [record.step] * 3)
+
+    scene.observer.other = Watcher()
+    scene.workers()
+    assert scene.run() == 0
+    assert left == [True] * 4
 
 
 def test_assign_and_plan_have_the_options(scene):

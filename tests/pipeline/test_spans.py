@@ -73,6 +73,17 @@ def test_lane_that_goes_on_while_totals_are_taken_loses_nothing():
     assert taken + stopwatch.take().get("beside:encode", 0.0) == counted
 
 
+def test_marks_that_were_read_before_count_in_the_next_totals():
+    marks = LateMarks()
+    stopwatch = Stopwatch(marks)
+    with stopwatch.measure("forward"):
+        time.sleep(0.001)
+    stopwatch.read_marks()
+    assert marks.num_reads == 1
+    assert stopwatch.take()["forward"] >= 0.001
+    assert marks.num_reads == 1
+
+
 def test_times_of_a_device_are_read_once_a_step_and_say_when_it_was_done():
     marks = LateMarks()
     stopwatch = Stopwatch(marks)

@@ -127,6 +127,10 @@ class ControlServer:
             self._peers.move_to_end(identity)  # else it might be forgotten before the farewell has left
             self._forget_strangers()
 
+    def flush(self) -> None:
+        """Put what is queued on its way, which the next `poll` would do; takes in what has come, for that `poll`."""
+        self._loop.step()
+
     def clock_offset(self, identity: bytes) -> "ClockOffset | None":
         """This worker's clock minus this one's, by heartbeats; None: none has come back yet."""
         peer = self._peers.get(identity)
