@@ -124,15 +124,15 @@ class AdamwLoop(Optimizer):
         return state
 
     def _jobs_of(self, group: dict[str, Any]) -> Iterator[Job]:
-        numbers: dict[int, AdamwNumbers] = {}
-        for parameter in group["params"]:
-            state = self.states_of(parameter)
-            if parameter.grad is None:
-                continue
-            state["step"] += 1
-            step = int(state["step"])
-            if step not in numbers:
-                numbers[step] = AdamwNumbers.of(group, step)
+        states = [(parameter, self.states_of(parameter)) for parameter in group["params"]]
+        moving = [(parameter, state) for parameter, state in states if parameter.grad is not None]
+        if not moving:
+            return
+        counters = [state["step"] for _, state in moving]
+        torch._foreach_add_(counters, 1)  # one by one it takes as long as launching kernels
+        steps = list(map(int, torch.stack(counters).tolist()))
+        numbers = {step: AdamwNumbers.of(group, step) for step in set(steps)}
+        for (parameter, state), step in zip(moving, steps, strict=True):
             key = derive_seed(*group["draws"][parameter], step) if self.is_stochastic else None
             yield parameter, partial(self._step_of, parameter, parameter.grad, state, numbers[step], key)
 
