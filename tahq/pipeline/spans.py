@@ -93,7 +93,7 @@ class ActivityTimer:
             self._lane.spans.append((self._activity, begin_s, end_s, detail))
 
     def read_marks(self) -> None:
-        """Count what a device has done; there is none."""
+        """Nothing is to be read: the host's clock has measured it."""
 
     def take(self) -> float:
         """Seconds since the last call; time that is added meanwhile is not lost."""

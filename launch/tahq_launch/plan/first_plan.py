@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 
 NO_LONGER, MATTERS = 1.5, 0.05
 """Figures that a stage's compute differs from by this factor, and by this share of what all stages compute, are
-measured again at the next start: a stage of one block takes twice as long as a block between others, and no plan
-changes for it."""
+measured again at the next start: a stage of one block takes longer than a block between others, and no plan changes
+for it."""
 _NOT_MEASURED = (
     "not measured yet: before its first step a run measures the workers and chooses what is not set, so the figures "
     "below may change"

