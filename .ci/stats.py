@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 74_500,
+    "lines of tahq, launch and netem": 74_560,
     "modules there": 395,
     "lines of benchmarks": 10_995,
-    "lines of tests": 54_000,
+    "lines of tests": 54_050,
     "modules with one importer, in the same folder": 29,
     "modules in the largest folder": 15,
     "files that one activation crosses, without the codec's kernels": 15,

@@ -3,7 +3,7 @@
 A parameter's update depends only on its own gradients and state, not on the other parameters of its stage, so a run
 that is cut elsewhere or resumed on another number of stages gives the same bits. torch's `foreach` and `fused` variants
 process a stage's parameters as one list, in chunks whose borders depend on the neighbours; so they are turned off. On
-CUDA `adamw` is tahq's own kernel, one launch per tensor.
+CUDA `adamw` is tahq's own kernel, whose chunks lie within one parameter.
 
 A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transformer.h.0.ln_1.weight`.
 """

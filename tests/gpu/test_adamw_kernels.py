@@ -102,7 +102,7 @@ def test_side_by_side_on_streams_as_one_by_one(keys, monkeypatch):
         return torch.stack(sums), {name: parameter.detach() for name, parameter in parameters.items()}
 
     sums, weights = trained()
-    monkeypatch.setattr(loop, "_dealt_out", lambda jobs, count: [list(jobs), *[[] for _ in range(count - 1)]])
+    monkeypatch.setattr(loop, "_dealt_out", lambda tasks, count: [list(tasks), *[[] for _ in range(count - 1)]])
     expected_sums, expected = trained()
     assert torch.equal(sums, expected_sums)
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []

@@ -1,5 +1,7 @@
 """Kernels of tahq's AdamWs against plain torch on the CPU, on CUDA or in Triton's interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
@@ -7,6 +9,7 @@ from support.interpreter import DEVICE, in_interpreter, on_device, sizes
 from support.samples import normal
 from torch.nn import Parameter
 
+from tahq.memory.adam.adamw import BlockwiseAdamW, plain_adamw_states
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import build_optimizer, optimizer_tensors
 
@@ -57,6 +60,44 @@ CONVERTED = [each for each in GRADIENTS if DEVICE.type == "cuda" or each not in 
 def test_kernels_equal_the_reference_with_stochastic_rounding(weight, gradient, gradients):
     types = {"weight_dtype": weight, "gradient_dtype": gradient}
     check_plain((1300,), DEVICE, BF16, gradients=gradients, is_stochastic=True, **types)
+
+
+@in_interpreter
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_many_parameters_in_one_launch_equal_the_reference(dtype, monkeypatch):
+    """Some larger than a chunk; one without a gradient in the first step, one that no kernel can read."""
+    shapes = {
+        "large": (2, 16385),
+        "norm": (7,),
+        "late": (33, 77),
+        "odd": (40, 50),
+        "filled": (1 << 14,),
+        "last": (1025,),
+    }
+
+    def trained(uses_kernels: bool) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr("tahq.memory.adam.adamw._has_kernels", lambda _: uses_kernels)
+        parameters = {name: Parameter(normal(shape, len(name))) for name, shape in shapes.items()}
+        draws = {each: (3, name) for name, each in parameters.items()}
+        groups = [
+            {"params": [each for each in draws if (each.ndim > 1) == matrices], "weight_decay": decay, "draws": draws}
+            for matrices, decay in ((True, 0.1), (False, 0.0))
+        ]
+        states = partial(plain_adamw_states, dtype=dtype)
+        optimizer = BlockwiseAdamW(groups, states, lr=1e-2, is_stochastic=dtype == BF16)
+        for step in range(3):
+            for number, (name, each) in enumerate(parameters.items()):
+                gradient = normal(each.shape, 10 * step + number)
+                each.grad = gradient.t().contiguous().t() if name == "odd" else gradient
+            if step == 0:
+                parameters["late"].grad = None
+            optimizer.step()
+        weights = {name: each.detach() for name, each in parameters.items()}
+        return weights | optimizer_tensors(optimizer, parameters)
+
+    got, expected = trained(True), trained(False)
+    assert got.keys() == expected.keys()
+    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("signed", [True, False])

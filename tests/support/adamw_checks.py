@@ -10,10 +10,16 @@ import torch
 from torch.nn import Parameter
 
 from support.samples import normal
-from tahq.memory.adam.adamw import adamw8bit_states, bind_kernels, plain_adamw_states, step_in_torch
+from tahq.memory.adam.adamw import (
+    adamw8bit_states,
+    bind_adamw8bit,
+    plain_adamw_states,
+    step_in_torch,
+    take_step,
+    takes_plain_kernel,
+)
 from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode
 from tahq.memory.adam.loop import AdamwNumbers, State, StateSpecs, new_states
-from tahq.quant.stochastic_rounding import key_halves
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CPU = torch.device("cpu")
@@ -62,9 +68,9 @@ def bound_step(
     key: int | None = None,
 ) -> None:
     """One step by the kernels."""
-    launches = bind_kernels(weight, gradient, state, block, is_stochastic=key is not None)
-    assert launches is not None
-    launches(gradient, numbers if key is None else (*numbers, *key_halves(key)))
+    is_plain = takes_plain_kernel(weight, gradient, state["exp_avg"], state["exp_avg_sq"])
+    assert is_plain or bind_adamw8bit(weight, gradient, state, block) is not None
+    take_step(weight, gradient, state, numbers, block, key)
 
 
 def check_8bit(

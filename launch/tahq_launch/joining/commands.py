@@ -133,14 +133,15 @@ def allow(
     Example: tahq allow 5f1c0e… --run runs/demo
     """
     from tahq.comm.keys import parse_public_key
-    from tahq_launch.start.run_folder import live_runs, members_of
+    from tahq_launch.runs.found import RUNS, writer_of
+    from tahq_launch.start.run_folder import members_of
 
     try:
         public = parse_public_key(key)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="KEY") from None
     if run is None:
-        found = live_runs(Path("runs"))
+        found = [lock.parent for lock in sorted(RUNS.glob("*/.lock")) if writer_of(lock.parent) is not None]
         if len(found) != 1:
             names = ", ".join(map(str, found))
             raise UserError(

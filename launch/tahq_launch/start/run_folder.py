@@ -101,20 +101,6 @@ class RunFolder:
             yield number
 
 
-def live_runs(folder: Path) -> list[Path]:
-    """The runs below a folder that a launcher or coordinator is writing."""
-    return [path.parent for path in sorted(folder.glob("*/.lock")) if _is_locked(path)]
-
-
-def _is_locked(path: Path) -> bool:
-    with path.open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 def _recorded(lock: TextIO) -> tuple[int, str]:
     """Number of the newest start, and its process id."""
     lock.seek(0)

@@ -23,11 +23,12 @@ One step, each operation rounded once:
 
 This is torch's AdamW except for the order of some operations, which is fixed so that kernels can give bit-equal
 moments: no multiply-add is fused, and the numbers of a step are computed once, in fp64, and rounded to fp32. On CUDA
-with Triton one kernel per parameter does a step (`kernels`): codes, scales and moments are bit-equal to plain torch,
-weights within 2⁻²⁰ of a step's change.
+with Triton one kernel does a step (`kernels`), of a parameter with 8-bit moments or of all the others: codes, scales
+and moments are bit-equal to plain torch, weights within 2⁻²⁰ of a step's change.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -36,7 +37,7 @@ import torch
 
 from tahq.kernel_launch import ALIGNMENT
 from tahq.memory.adam.blockwise8 import BLOCK, ZERO_SIGNED, decode, encode
-from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, AdamwNumbers, State, StateSpec, StateSpecs, has_ptx
+from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, AdamwNumbers, State, StateSpec, StateSpecs, Task, has_ptx
 from tahq.memory.config import MIN_ELEMENTS
 from tahq.quant.backends import interprets_triton
 from tahq.quant.stochastic_rounding import round_to_bf16
@@ -56,13 +57,27 @@ class BlockwiseAdamW(AdamwLoop):
         super().__init__(*args, **others)
         self.reads_host_memory = all(has_ptx(p.device.type) for group in self.param_groups for p in group["params"])
 
+    def _take_together(self, tasks: list[Task]) -> list[Task]:
+        alike, others = dict[tuple[object, ...], list[tuple[tuple[torch.Tensor, ...], Task]]](), list[Task]()
+        for task in tasks:
+            tensors = (task.parameter, task.gradient, task.state["exp_avg"], task.state["exp_avg_sq"])
+            if not takes_plain_kernel(*tensors):
+                others.append(task)
+                continue
+            is_filled = task.parameter.numel() % ALIGNMENT == 0  # others slow down all of a launch
+            kind = (task.parameter.device, task.numbers, is_filled, *(each.dtype for each in tensors))
+            alike.setdefault(kind, []).append((tensors, task))
+        for members in alike.values():
+            _step_plain([each for each, _ in members], members[0][1].numbers, [task.key for _, task in members])
+        return others
+
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
-        return bind_kernels(weight, gradient, state, self._block, is_stochastic=self.is_stochastic)
+        return bind_adamw8bit(weight, gradient, state, self._block)
 
     def _advance(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, key: int | None
     ) -> None:
-        step_in_torch(weight, gradient, state, numbers, self._block, key)
+        take_step(weight, gradient, state, numbers, self._block, key)
 
 
 def adamw8bit_states(shape: tuple[int, ...], block: int = BLOCK, min_elements: int = MIN_ELEMENTS) -> StateSpecs:
@@ -84,24 +99,50 @@ def plain_adamw_states(shape: tuple[int, ...], dtype: torch.dtype) -> StateSpecs
     return {**STEP_COUNTER, "exp_avg": StateSpec(shape, dtype), "exp_avg_sq": StateSpec(shape, dtype)}
 
 
-def bind_kernels(
-    weight: torch.Tensor, gradient: torch.Tensor, state: State, block: int = BLOCK, *, is_stochastic: bool = False
-) -> "BoundLaunches | None":
-    """Kernels for a step on flat tensors [N] and a state; None if only `step_in_torch` can take it.
+def take_step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    numbers: AdamwNumbers,
+    block: int = BLOCK,
+    key: int | None = None,
+) -> None:
+    """One step by kernels if they can read these tensors, else as `step_in_torch`, whose arguments it has."""
+    tensors = (weight, gradient, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+    if launches := bind_adamw8bit(weight, gradient, state, block):
+        launches(gradient, numbers)
+    elif takes_plain_kernel(*tensors):
+        _step_plain([tensors], numbers, [key])
+    else:
+        step_in_torch(weight, gradient, state, numbers, block, key)
 
-    With `is_stochastic` they round bf16 by draws, and take the halves of a key behind the step's numbers.
-    """
-    m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-    tensors = (weight, gradient, m, v)
-    is_suited = all(each.data_ptr() % ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
-    if not (_has_kernels(weight.device.type) and weight.numel() > 0 and is_suited):
+
+def bind_adamw8bit(
+    weight: torch.Tensor, gradient: torch.Tensor, state: State, block: int = BLOCK
+) -> "BoundLaunches | None":
+    """Kernels for a step on flat tensors [N] and a state with 8-bit moments; None if they cannot take it."""
+    tensors = (weight, gradient, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+    if tensors[2].dtype != torch.uint8 or not _kernels_read(*tensors):
         return None
-    if m.dtype != torch.uint8:
-        return cast(
-            "BoundLaunches", import_module("tahq.memory.adam.kernels").bind_plain_adamw(*tensors, is_stochastic)
-        )
     bind = import_module("tahq.memory.adam.blockwise8_kernels").bind_adamw8bit
     return cast("BoundLaunches", bind(*tensors, state["exp_avg_scale"], state["exp_avg_sq_scale"], block))
+
+
+def takes_plain_kernel(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a step of this parameter with moments in fp32 or bf16 is one for kernels."""
+    return m.dtype != torch.uint8 and _kernels_read(weight, gradient, m, v)
+
+
+def _step_plain(parameters: list[tuple[torch.Tensor, ...]], numbers: AdamwNumbers, keys: Sequence[int | None]) -> None:
+    import_module("tahq.memory.adam.kernels").step_plain(parameters, numbers, keys)
+
+
+def _kernels_read(*tensors: torch.Tensor) -> bool:
+    """Whether kernels exist for the first one's device and can read all of them."""
+    if not _has_kernels(tensors[0].device.type) or tensors[0].numel() == 0:
+        return False
+    is_dense = (each.layout == torch.strided and each.is_contiguous() for each in tensors)
+    return all(is_dense) and all(each.data_ptr() % ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
 
 
 @cache

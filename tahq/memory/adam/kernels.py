@@ -1,4 +1,4 @@
-"""A step of AdamW with moments in fp32 or bf16 as one kernel per parameter, and the parts that all AdamW kernels share.
+"""A step of AdamW with moments in fp32 or bf16, one launch for many parameters, and what all AdamW kernels share.
 
 Each tensor is read once and written once. Compiled without fusing multiplications and additions: moments are bit-equal
 to the reference (`adamw.step_in_torch`). Weights use the device's fast root and reciprocal: within 2⁻²⁰ of the
@@ -6,20 +6,27 @@ reference's change before they are rounded, and bit-equal in the interpreter. St
 draws. Nothing is specialised on numbers that change from step to step.
 """
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 
-from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
+from tahq.kernel_launch import ALIGNMENT, on_device_of
+from tahq.quant.gpu.launch import EXACT, Launch
 from tahq.quant.gpu.tiles import IS_INTERPRETED, rounded_to_bf16
 from tahq.quant.gpu.words import approximate_inverse
+from tahq.quant.stochastic_rounding import key_halves
 
 _ELEMENTS = 1024
 _ELEMENTS_PER_WARP = 128  # Four per thread: 16 bytes of fp32
+_CHUNK = 16 * _ELEMENTS  # A program's: each searches for its parameter, which takes as long as a block
+_NO_CHUNK = 1 << 62
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
-KEY = ["key_low", "key_high"]
 
 
 @triton.jit
@@ -94,42 +101,67 @@ def _stored(values, like, at, key_low, key_high, tensor: tl.constexpr, IS_STOCHA
     return rounded(values, like)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, *KEY])
+@triton.jit(do_not_specialize=NUMBERS)
 def plain_adamw_kernel(
-    weights, ms, vs, gradients, num_elements, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon,
-    key_low, key_high, B: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    table, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon, ROWS: tl.constexpr, WEIGHT: tl.constexpr,
+    MOMENT: tl.constexpr, GRADIENT: tl.constexpr, DIVISOR: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """B elements of a parameter; weights and moments are stored in fp32 or bf16, which may be rounded by draws."""
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    is_real = at < num_elements
-    weight = tl.load(weights + at, mask=is_real, other=0.0)
-    gradient = tl.load(gradients + at, mask=is_real, other=0.0).to(tl.float32)
-    m = tl.load(ms + at, mask=is_real, other=0.0)
-    v = tl.load(vs + at, mask=is_real, other=0.0)
-    wide, wide_m, wide_v = weight.to(tl.float32), m.to(tl.float32), v.to(tl.float32)
-    moved, new_m, new_v = advance(
-        wide, gradient, wide_m, wide_v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
-    )
-    tl.store(weights + at, _stored(moved, weight, at, key_low, key_high, 0, IS_STOCHASTIC), mask=is_real)
-    tl.store(ms + at, _stored(new_m, m, at, key_low, key_high, 1, IS_STOCHASTIC), mask=is_real)
-    tl.store(vs + at, _stored(new_v, v, at, key_low, key_high, 2, IS_STOCHASTIC), mask=is_real)
+    """A chunk of one of up to ROWS parameters, whose numbers of elements are multiples of DIVISOR.
 
-
-def bind_plain_adamw(
-    weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, is_stochastic: bool
-) -> BoundLaunches:
-    """Launches of a step on these tensors and any gradient like this one; m and v in fp32, or both in bf16.
-
-    With `is_stochastic` the halves of a key follow the step's numbers.
+    table [8, ROWS]: each one's first chunk, its elements, addresses of weight, m, v and gradient, and halves of a key.
     """
-    plan = _plain_plan(weight.numel(), m.dtype, is_stochastic)
-    return BoundLaunches((plan,), (weight, m, v, gradient), moving=3)
+    chunk = tl.program_id(0)
+    row = table + tl.sum((tl.load(table + tl.arange(0, ROWS)) <= chunk).to(tl.int32)) - 1
+    start, size = (chunk - tl.load(row)) * CHUNK, tl.multiple_of(tl.load(row + ROWS), DIVISOR)
+    weights = tl.multiple_of(tl.load(row + 2 * ROWS).to(tl.pointer_type(WEIGHT)), 16)
+    ms = tl.multiple_of(tl.load(row + 3 * ROWS).to(tl.pointer_type(MOMENT)), 16)
+    vs = tl.multiple_of(tl.load(row + 4 * ROWS).to(tl.pointer_type(MOMENT)), 16)
+    gradients = tl.multiple_of(tl.load(row + 5 * ROWS).to(tl.pointer_type(GRADIENT)), 16)
+    key_low, key_high = tl.load(row + 6 * ROWS).to(tl.int32), tl.load(row + 7 * ROWS).to(tl.int32)
+    for first in range(start, tl.minimum(start + CHUNK, size), B):
+        at = first + tl.arange(0, B)
+        is_real = at < size
+        weight = tl.load(weights + at, mask=is_real, other=0.0)
+        gradient = tl.load(gradients + at, mask=is_real, other=0.0).to(tl.float32)
+        m = tl.load(ms + at, mask=is_real, other=0.0)
+        v = tl.load(vs + at, mask=is_real, other=0.0)
+        wide, wide_m, wide_v = weight.to(tl.float32), m.to(tl.float32), v.to(tl.float32)
+        moved, new_m, new_v = advance(
+            wide, gradient, wide_m, wide_v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
+        )
+        tl.store(weights + at, _stored(moved, weight, at, key_low, key_high, 0, IS_STOCHASTIC), mask=is_real)
+        tl.store(ms + at, _stored(new_m, m, at, key_low, key_high, 1, IS_STOCHASTIC), mask=is_real)
+        tl.store(vs + at, _stored(new_v, v, at, key_low, key_high, 2, IS_STOCHASTIC), mask=is_real)
+
+
+def step_plain(
+    parameters: Sequence[Sequence[torch.Tensor]], numbers: tuple[float, ...], keys: Sequence[int | None]
+) -> None:
+    """A step on parameters of one device, in one launch; the bits of one do not depend on the others.
+
+    Args:
+        parameters: weight, gradient, m and v of each, as kernels read them, and of the first one's types.
+        keys: of the draws that round bf16; None, for all: to nearest.
+    """
+    weight, gradient, m, _ = parameters[0]
+    sizes = [each[0].numel() for each in parameters]
+    *firsts, num_chunks = accumulate((-(-size // _CHUNK) for size in sizes), initial=0)
+    addresses = [[each[part].data_ptr() for each in parameters] for part in (0, 2, 3, 1)]
+    halves = zip(*(key_halves(key or 0) for key in keys), strict=True)
+    rows, spare = triton.next_power_of_2(len(parameters)), [_NO_CHUNK]
+    padded = [[*column, *spare * (rows - len(parameters))] for column in (firsts, sizes, *addresses, *halves)]
+    table = torch.tensor(padded, dtype=torch.int64, pin_memory=weight.is_cuda).to(weight.device, non_blocking=True)
+    types = (weight.dtype, m.dtype, gradient.dtype)
+    with on_device_of(weight):
+        _plain_plan(num_chunks, rows, types, math.gcd(*sizes, ALIGNMENT), keys[0] is not None)(table, last=numbers)
 
 
 @lru_cache(maxsize=1024)
-def _plain_plan(num_elements: int, dtype: torch.dtype, is_stochastic: bool) -> Launch:
-    """One plan per dtype of the moments, which a `Launch` does not distinguish."""
-    grid = (-(-num_elements // _ELEMENTS), 1, 1)
-    unused = {} if is_stochastic else dict.fromkeys(KEY, 0)
-    constants = {"B": _ELEMENTS, "IS_STOCHASTIC": is_stochastic, "num_warps": _ELEMENTS // _ELEMENTS_PER_WARP, **EXACT}
-    return Launch(plain_adamw_kernel, grid, (num_elements,), unused | constants)
+def _plain_plan(
+    num_chunks: int, rows: int, types: tuple[torch.dtype, ...], divisor: int, is_stochastic: bool
+) -> Launch:
+    names = dict(zip(("WEIGHT", "MOMENT", "GRADIENT"), (_TYPES[each] for each in types), strict=True))
+    sizes = {"ROWS": rows, "DIVISOR": divisor, "CHUNK": _CHUNK, "B": _ELEMENTS, "IS_STOCHASTIC": is_stochastic}
+    options = {"num_warps": _ELEMENTS // _ELEMENTS_PER_WARP, **EXACT}
+    return Launch(plain_adamw_kernel, (num_chunks, 1, 1), (), {**sizes, **names, **options})

@@ -4,15 +4,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from tahq.kernel_launch import ALIGNMENT, has_triton
-from tahq.quant.stochastic_rounding import key_halves
 from tahq.randomness import derive_seed
 
 if TYPE_CHECKING:  # needs triton
@@ -20,7 +19,6 @@ if TYPE_CHECKING:  # needs triton
 
 State = dict[str, torch.Tensor]
 """An optimizer's state of one parameter, by name; `step` is its number of steps, on the host."""
-Job = tuple[torch.Tensor, Callable[[], None]]  # A job, and the tensor by whose size and device it is scheduled
 STREAMS = 3  # CUDA streams that share the work, the caller's included
 
 
@@ -42,6 +40,16 @@ class AdamwNumbers(NamedTuple):
         (beta1, beta2), lr = group["betas"], group["lr"]
         decay, root_factor = 1 - lr * group["weight_decay"], 1 / math.sqrt(1 - beta2**step)
         return cls(beta1, 1 - beta1, beta2, 1 - beta2, decay, lr / (1 - beta1**step), root_factor, group["eps"])
+
+
+class Task(NamedTuple):
+    """One parameter's part of a step; `key`: of the draws by which bf16 is rounded, None: to nearest."""
+
+    parameter: Parameter
+    gradient: torch.Tensor
+    state: State
+    numbers: AdamwNumbers
+    key: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,8 @@ class AdamwLoop(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Take one step on the parameters' gradients; the host waits for no device."""
-        _run_side_by_side([job for group in self.param_groups for job in self._jobs_of(group)])
+        tasks = [task for group in self.param_groups for task in self._tasks_of(group)]
+        _run_side_by_side(self._take_together(tasks), self._step_of)
 
     def states_of(self, parameter: Parameter) -> State:
         """A parameter's states, made if it has none."""
@@ -123,7 +132,7 @@ class AdamwLoop(Optimizer):
             state.update(new_states(self._states(tuple(parameter.shape)), parameter.device))
         return state
 
-    def _jobs_of(self, group: dict[str, Any]) -> Iterator[Job]:
+    def _tasks_of(self, group: dict[str, Any]) -> Iterator[Task]:
         states = [(parameter, self.states_of(parameter)) for parameter in group["params"]]
         moving = [(parameter, state) for parameter, state in states if parameter.grad is not None]
         if not moving:
@@ -134,20 +143,22 @@ class AdamwLoop(Optimizer):
         numbers = {step: AdamwNumbers.of(group, step) for step in set(steps)}
         for (parameter, state), step in zip(moving, steps, strict=True):
             key = derive_seed(*group["draws"][parameter], step) if self.is_stochastic else None
-            yield parameter, partial(self._step_of, parameter, parameter.grad, state, numbers[step], key)
+            yield Task(parameter, cast("torch.Tensor", parameter.grad), state, numbers[step], key)
 
-    def _step_of(
-        self, parameter: Parameter, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, key: int | None
-    ) -> None:
-        last = numbers if key is None else (*numbers, *key_halves(key))
+    def _take_together(self, tasks: list[Task]) -> list[Task]:
+        """Take the steps that one launch can take for many parameters; returns the others."""
+        return tasks
+
+    def _step_of(self, task: Task) -> None:
+        parameter, gradient, state, numbers, key = task
         if launches := self._bound_launches(parameter, gradient, state):
-            launches(gradient, last)
+            launches(gradient, numbers)
             return
         weight = parameter.detach()
         flat = weight.contiguous().view(-1)  # shares the weight's memory unless its strides are unusual
         flat_gradient = gradient.detach().contiguous().view(-1)
         if launches := self._bind(flat, flat_gradient, state):
-            launches(flat_gradient, last)
+            launches(flat_gradient, numbers)
         else:
             self._advance(flat, flat_gradient, state, numbers, key)
         if flat.data_ptr() != weight.data_ptr():
@@ -177,40 +188,40 @@ class AdamwLoop(Optimizer):
         """Take one step without bound kernels, in place, on flat contiguous tensors [N]; `key`: of the draws."""
 
 
-def _run_side_by_side(jobs: list[Job]) -> None:
-    """Run independent jobs, on CUDA on several streams; later work of the caller waits for all of them.
+def _run_side_by_side(tasks: list[Task], run: Callable[[Task], None]) -> None:
+    """Run independent tasks, on CUDA on several streams; later work of the caller waits for all of them.
 
     In one stream a kernel begins when the last program of the one before has ended, and with a hundred tensors of some
-    millions of elements the device is half empty for a quarter of the time. The host does not wait. A job must not
+    millions of elements the device is half empty for a quarter of the time. The host does not wait. A task must not
     return memory that it allocates.
     """
-    if not jobs or not jobs[0][0].is_cuda:
-        for _, run in jobs:
-            run()
+    if not tasks or not tasks[0].parameter.is_cuda:
+        for task in tasks:
+            run(task)
         return
-    device = jobs[0][0].device
+    device = tasks[0].parameter.device
     current = torch.cuda.current_stream(device)
-    own, *others = _dealt_out(jobs, min(STREAMS, len(jobs)))
+    own, *others = _dealt_out(tasks, min(STREAMS, len(tasks)))
     side = [_side_stream(device, number) for number in range(len(others))]
     for stream, part in zip(side, others, strict=True):
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _, run in part:
-                run()
-    for _, run in own:
-        run()
+            for task in part:
+                run(task)
+    for task in own:
+        run(task)
     for stream in side:
         current.wait_stream(stream)
 
 
-def _dealt_out(jobs: list[Job], count: int) -> list[list[Job]]:
-    """The largest job first, each to the stream with the least work."""
-    parts: list[list[Job]] = [[] for _ in range(count)]
+def _dealt_out(tasks: list[Task], count: int) -> list[list[Task]]:
+    """The largest first, each to the stream with the least work."""
+    parts: list[list[Task]] = [[] for _ in range(count)]
     loads = [0] * count
-    for job in sorted(jobs, key=lambda job: -job[0].numel()):
+    for task in sorted(tasks, key=lambda task: -task.parameter.numel()):
         least = loads.index(min(loads))
-        parts[least].append(job)
-        loads[least] += job[0].numel()
+        parts[least].append(task)
+        loads[least] += task.parameter.numel()
     return parts
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from tahq.errors import SnapshotError
-from tahq.memory.adam.adamw import adamw8bit_states, bind_kernels, plain_adamw_states, step_in_torch
+from tahq.memory.adam.adamw import adamw8bit_states, plain_adamw_states, take_step
 from tahq.memory.adam.loop import AdamwNumbers, StateSpecs, new_states
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import (
@@ -195,10 +195,7 @@ class LowRankWeight:
         numbers = AdamwNumbers.of(group, self._num_updates)
         direction = torch.zeros(gradient.shape, device=gradient.device)
         flat, flat_gradient = direction.view(-1), gradient.reshape(-1)
-        if launches := bind_kernels(flat, flat_gradient, self.moments):
-            launches(flat_gradient, numbers)
-        else:
-            step_in_torch(flat, flat_gradient, self.moments, numbers)
+        take_step(flat, flat_gradient, self.moments, numbers)
         return direction
 
     def _rounding_key(self, step: int) -> int | None:
