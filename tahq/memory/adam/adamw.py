@@ -65,7 +65,7 @@ class BlockwiseAdamW(AdamwLoop):
                 others.append(task)
                 continue
             is_filled = task.parameter.numel() % ALIGNMENT == 0  # others slow down all of a launch
-            kind = (task.parameter.device, task.numbers, is_filled, *(each.dtype for each in tensors))
+            kind = (task.parameter.device, task.numbers, is_filled, *[each.dtype for each in tensors])
             alike.setdefault(kind, []).append((tensors, task))
         for members in alike.values():
             _step_plain([each for each, _ in members], members[0][1].numbers, [task.key for _, task in members])
@@ -129,7 +129,7 @@ def bind_adamw8bit(
 
 
 def takes_plain_kernel(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a step of this parameter with moments in fp32 or bf16 is one for kernels."""
+    """Whether moments are in fp32 or bf16, and kernels can take this parameter's step."""
     return m.dtype != torch.uint8 and _kernels_read(weight, gradient, m, v)
 
 
@@ -139,10 +139,13 @@ def _step_plain(parameters: list[tuple[torch.Tensor, ...]], numbers: AdamwNumber
 
 def _kernels_read(*tensors: torch.Tensor) -> bool:
     """Whether kernels exist for the first one's device and can read all of them."""
-    if not _has_kernels(tensors[0].device.type) or tensors[0].numel() == 0:
+    if tensors[0].numel() == 0 or not _has_kernels(tensors[0].device.type):
         return False
-    is_dense = (each.layout == torch.strided and each.is_contiguous() for each in tensors)
-    return all(is_dense) and all(each.data_ptr() % ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
+    for each in tensors:  # a generator would take the host longer
+        is_dense = each.layout == torch.strided and each.is_contiguous()
+        if not is_dense or each.dtype not in _TYPES or each.data_ptr() % ALIGNMENT:
+            return False
+    return True
 
 
 @cache

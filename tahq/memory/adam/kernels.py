@@ -22,9 +22,8 @@ from tahq.quant.gpu.words import approximate_inverse
 from tahq.quant.stochastic_rounding import key_halves
 
 _ELEMENTS = 1024
-_ELEMENTS_PER_WARP = 128  # Four per thread: 16 bytes of fp32
-_CHUNK = 16 * _ELEMENTS  # A program's: each searches for its parameter, which takes as long as a block
-_NO_CHUNK = 1 << 62
+_ELEMENTS_PER_WARP = 256
+_CHUNK = 4 * _ELEMENTS  # A program's: each searches for its parameter, which takes as long as a block
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 
@@ -148,8 +147,8 @@ def step_plain(
     sizes = [each[0].numel() for each in parameters]
     *firsts, num_chunks = accumulate((-(-size // _CHUNK) for size in sizes), initial=0)
     addresses = [[each[part].data_ptr() for each in parameters] for part in (0, 2, 3, 1)]
-    halves = zip(*(key_halves(key or 0) for key in keys), strict=True)
-    rows, spare = triton.next_power_of_2(len(parameters)), [_NO_CHUNK]
+    halves = zip(*[(0, 0) if key is None else key_halves(key) for key in keys], strict=True)
+    rows, spare = triton.next_power_of_2(len(parameters)), [1 << 62]  # beyond every chunk
     padded = [[*column, *spare * (rows - len(parameters))] for column in (firsts, sizes, *addresses, *halves)]
     table = torch.tensor(padded, dtype=torch.int64, pin_memory=weight.is_cuda).to(weight.device, non_blocking=True)
     types = (weight.dtype, m.dtype, gradient.dtype)
