@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 74_560,
+    "lines of tahq, launch and netem": 74_570,
     "modules there": 395,
     "lines of benchmarks": 10_995,
     "lines of tests": 54_050,
