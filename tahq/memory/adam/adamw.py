@@ -64,7 +64,7 @@ class BlockwiseAdamW(AdamwLoop):
             if not takes_plain_kernel(*tensors):
                 others.append(task)
                 continue
-            is_filled = task.parameter.numel() % ALIGNMENT == 0  # others slow down all of a launch
+            is_filled = task.parameter.numel() % ALIGNMENT == 0  # one that is not would cost all their vector loads
             kind = (task.parameter.device, task.numbers, is_filled, *[each.dtype for each in tensors])
             alike.setdefault(kind, []).append((tensors, task))
         for members in alike.values():

@@ -23,7 +23,7 @@ from tahq.quant.stochastic_rounding import key_halves
 
 _ELEMENTS = 1024
 _ELEMENTS_PER_WARP = 256
-_CHUNK = 4 * _ELEMENTS  # A program's: each searches for its parameter, which takes as long as a block
+_CHUNK = 4 * _ELEMENTS  # A program's, which first searches the table for its parameter
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 
